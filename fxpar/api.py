@@ -21,7 +21,7 @@ from fxpar.runtime.refusals import Unwrappable
 from fxpar.runtime.workers import start_workers
 from fxpar.runtime.world import connect, join
 from fxpar.state.checkpoint import Checkpoint
-from fxpar.state.parts import open_alike
+from fxpar.state.weight_shards import open_alike
 
 _LONGEST_TIMEOUT = 1e7  # a third of a year; the process groups count in microseconds
 

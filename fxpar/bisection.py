@@ -23,7 +23,7 @@ from fxpar.plan.plan import Plan
 from fxpar.program.program import Program
 from fxpar.program.properties import Property
 from fxpar.verification import need_memory
-from fxpar.verify.simulate import Run, check_world
+from fxpar.verify.simulate_ranks import SimulationResult, check_world
 from fxpar.verify.static import verify_static
 from fxpar.verify.values import ValueReport, call_inputs, program_state, reference_run, verify_values
 
@@ -94,7 +94,7 @@ def bisect(
     except FxparError as error:
         return Bisection(Culprit("capture", error, None))
     program = origin = captured
-    reference: Run | None = reference_run(captured, state, inputs)
+    reference: SimulationResult | None = reference_run(captured, state, inputs)
     for item in passes:
         try:
             program = compile_program(program, [item], verifiers=())

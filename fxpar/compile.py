@@ -25,10 +25,10 @@ from fxpar.passes.canonicalize import canonicalize
 from fxpar.passes.mark_regions import mark_regions
 from fxpar.passes.outline_layers import outline_layers
 from fxpar.passes.sizes_needed import is_differentiable, sizes_needed
-from fxpar.passes.step import step_passes
+from fxpar.passes.training_passes import step_passes
 from fxpar.plan.plan import Plan
+from fxpar.program.batch_dim import batch_symbol
 from fxpar.program.program import PassRecord, Program
-from fxpar.program.rows import batch_symbol
 from fxpar.verify.static import STATIC
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fxpar.program.program import Program, TensorType, note, output_node, set_note, tensor_type
-from fxpar.signatures.added_losses import added_loss, adding_nodes
+from fxpar.signatures.added_loss_functions import added_loss, adding_nodes
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxpar.layout.layout import Layout
 from fxpar.ops.coercions import IN_BACKWARD
-from fxpar.program.coercions import in_backward
+from fxpar.program.placements import in_backward
 from fxpar.program.program import Program, note, operands, output_layouts, output_types, set_note
 from fxpar.program.step import BACKWARD, RECOMPUTE
 

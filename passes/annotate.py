@@ -10,7 +10,7 @@ from functools import partial
 from torch import fx
 
 from fxpar.choice.choose import Choice
-from fxpar.choice.explain import reason_of
+from fxpar.choice.layout_explanation import reason_of
 from fxpar.choice.multi_axis import place
 from fxpar.choice.options import Option, value_of
 from fxpar.errors import PassError

@@ -11,7 +11,7 @@ from torch import fx
 from fxpar.layout.layout import Layout, R, V
 from fxpar.manager import register_pass
 from fxpar.ops.random import attention, axis_index, dropout, uniform, uniform_like
-from fxpar.passes.draws import DISTRIBUTIONS, Draw, refuse, without_gradient
+from fxpar.passes.draws import DISTRIBUTIONS, RandomEmitter, refuse, without_gradient
 from fxpar.program.program import (
     Input,
     Note,
@@ -116,7 +116,7 @@ class _State:
         distribution = DISTRIBUTIONS.get(node.target)
         if distribution is None:
             refuse(node)
-        draw = Draw(node, lambda kind: self._uniform(node, kind))
+        draw = RandomEmitter(node, lambda kind: self._uniform(node, kind))
         value = draw.cast(distribution(draw))
         node.replace_all_uses_with(value)
         self.program.graph.erase_node(node)

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import PassError
-from fxpar.layout.symbols import Size, names, simplify
+from fxpar.layout.symbolic_sizes import Size, names, simplify
 from fxpar.manager import register_pass
 from fxpar.passes.added_losses import add_losses
 from fxpar.passes.bin_counts import count_by_comparison

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.layout.symbols import Size, divide
+from fxpar.layout.symbolic_sizes import Size, divide
 from fxpar.passes.token_cuts import Emitter
 from fxpar.program.program import TensorType, tensor_type
 from fxpar.rules import bind_arguments

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from fxpar.layout.symbols import Size, product
+from fxpar.layout.symbolic_sizes import Size, product
 from fxpar.passes.choices import ChosenRows, argument, aten, choices, chosen_of, fxp, plain
 from fxpar.passes.matrix_products import Product, contraction, places_of, product_of
 from fxpar.passes.row_operations import ALONG, along, for_all_rows, is_pointwise, is_written, pointwise, with_trail

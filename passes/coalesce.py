@@ -9,7 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 import torch
 from torch import fx
 
-from fxpar.layout.symbols import product
+from fxpar.layout.symbolic_sizes import product
 from fxpar.manager import register_pass
 from fxpar.ops.coercions import copy_to, share, sum_gradients
 from fxpar.program.parameter_flow import owner_of, summed

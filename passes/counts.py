@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.layout.symbols import Size, divide, names, product
-from fxpar.ops.sizes import size
+from fxpar.layout.symbolic_sizes import Size, divide, names, product
+from fxpar.ops.global_size import size
 from fxpar.program.program import ScalarType, TensorType, describe, note, operands, set_note, tensor_type
 from fxpar.rules import bind_arguments
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from fxpar.derivatives.symbols import MORE, Assumed, Sizes
-from fxpar.derivatives.trace import Derivative, Number, Operand, trace
+from fxpar.derivatives.symints import MORE, Assumed, SymbolicSizes
+from fxpar.derivatives.traced_derivative import Derivative, Number, Operand, trace
 from fxpar.errors import FxparError, InputError
-from fxpar.passes.emit import Emitter
+from fxpar.passes.emit import BackwardEmitter
 from fxpar.passes.forms import BY_ITEM, form_of
 from fxpar.program.program import (
     ScalarType,
@@ -82,7 +82,7 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _DifferentiatedCall:
     """A call to be differentiated; see `trace`."""
 
     function: Any
@@ -91,7 +91,7 @@ class _Call:
     operands: Sequence[Operand]
     tangents: Sequence[bool]
 
-    def traced(self, sizes: Sizes) -> Derivative:
+    def traced(self, sizes: SymbolicSizes) -> Derivative:
         """The derivative on such sizes."""
         return trace(self.function, self.args, self.kwargs, self.operands, self.tangents, sizes)
 
@@ -107,18 +107,18 @@ class _Traces:
 
     def __init__(self, symbols: tuple[Symbol | Counted, ...], conditions: tuple[Condition, ...]) -> None:
         self._symbols, self._conditions = symbols, conditions
-        self._sizes: dict[tuple[int, bool], Sizes] = {}
+        self._sizes: dict[tuple[int, bool], SymbolicSizes] = {}
         self._known: dict[Any, Derivative] = {}
         self._examples = {symbol.name: symbol.example for symbol in symbols}
 
-    def of(self, call: _Call) -> Derivative:
+    def of(self, call: _DifferentiatedCall) -> Derivative:
         """The derivative of a call; see `trace`."""
         key = call.key
         if key not in self._known:
             self._known[key] = self._made(call)
         return self._known[key]
 
-    def _made(self, call: _Call) -> Derivative:
+    def _made(self, call: _DifferentiatedCall) -> Derivative:
         """As the first of the ways has it that has one; the first one's error where none has."""
         first: Exception | None = None
         for more in (MORE, 0) if self._conditions else (MORE,):
@@ -133,19 +133,19 @@ class _Traces:
         assert first is not None
         raise first
 
-    def _has_all(self, call: _Call, derivative: Derivative) -> bool:
+    def _has_all(self, call: _DifferentiatedCall, derivative: Derivative) -> bool:
         """Whether there are as many gradients as where sizes are numbers: PyTorch may lose one in silence."""
         try:
-            numbers = call.traced(Sizes(self._symbols, numbers=self._examples))
+            numbers = call.traced(SymbolicSizes(self._symbols, numbers=self._examples))
         except _FAILURES:
             return False
         pairs = ((numbers.gradients[index], gradient) for index, gradient in derivative.gradients.items())
         return all((one is None) == (other is None) for one, other in pairs)
 
-    def _traced(self, call: _Call, more: int, in_python: bool) -> Derivative:
+    def _traced(self, call: _DifferentiatedCall, more: int, in_python: bool) -> Derivative:
         way = more, in_python
         if way not in self._sizes:
-            self._sizes[way] = Sizes(self._symbols, self._conditions, more=more, in_python=in_python)
+            self._sizes[way] = SymbolicSizes(self._symbols, self._conditions, more=more, in_python=in_python)
         try:
             return call.traced(self._sizes[way])
         except _FAILURES:
@@ -216,17 +216,17 @@ class Derivatives:
         call = self._call(node, args, kwargs, needed, tangents)
         return self._conditions_of(call) or self._numbers_of(call, describe(node)) or Needs()
 
-    def _of(self, node: fx.Node, call: _Call) -> Derivative:
+    def _of(self, node: fx.Node, call: _DifferentiatedCall) -> Derivative:
         is_own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "fxpar")
         return (self._of_pytorch if is_own else self._of_others).of(call)
 
-    def _conditions_of(self, call: _Call) -> Needs | None:
+    def _conditions_of(self, call: _DifferentiatedCall) -> Needs | None:
         examples = {symbol.name: symbol.example for symbol in self._symbols if isinstance(symbol, Symbol)}
         for more in (MORE, 0):
             known = self._conditions
             for _ in range(_MOST_CONDITIONS):
                 try:
-                    call.traced(Sizes(self._symbols, known, more=more))
+                    call.traced(SymbolicSizes(self._symbols, known, more=more))
                 except Assumed as error:
                     new = [condition for condition in error.conditions if condition not in known]
                     if not new or not all(condition.holds(examples) for condition in new):
@@ -238,14 +238,14 @@ class Derivatives:
                     return Needs(known[len(self._conditions) :])
         return None
 
-    def _numbers_of(self, call: _Call, place: str) -> Needs | None:
+    def _numbers_of(self, call: _DifferentiatedCall, place: str) -> Needs | None:
         fixed = [symbol for symbol in self._symbols if isinstance(symbol, Symbol)]
         sets = [some for count in range(1, len(fixed) + 1) for some in combinations(fixed, count)]
         for some in sorted(sets, key=lambda some: (any(symbol.dim == 0 for symbol in some), len(some))):
             numbers = {symbol.name: symbol.example for symbol in some}
             for more in (MORE, 0):
                 try:
-                    call.traced(Sizes(self._symbols, self._conditions, numbers, more))
+                    call.traced(SymbolicSizes(self._symbols, self._conditions, numbers, more))
                 except Assumed as error:
                     if not error.conditions:  # else they are what the program for these numbers needs
                         continue
@@ -254,7 +254,9 @@ class Derivatives:
                 return Needs(numbers=dict.fromkeys(numbers, place))
         return None
 
-    def _call(self, node: fx.Node, args: Any, kwargs: Any, needed: Sequence[bool], tangents: Sequence[bool]) -> _Call:
+    def _call(
+        self, node: fx.Node, args: Any, kwargs: Any, needed: Sequence[bool], tangents: Sequence[bool]
+    ) -> _DifferentiatedCall:
         unique: dict[fx.Node, Operand] = {}
         for operand, flag in zip(operands(node), needed, strict=True):
             kind = note(operand).type
@@ -276,7 +278,7 @@ class Derivatives:
             function = resolve_function(str(kwargs["path"])).apply
             kwargs = {name: item for name, item in kwargs.items() if name != "path"}
         positional, named = map_arg((tuple(args), dict(kwargs)), value)
-        return _Call(function, positional, named, list(unique.values()), tangents)
+        return _DifferentiatedCall(function, positional, named, list(unique.values()), tangents)
 
 
 def _not_differentiated(node: fx.Node, error: BaseException) -> InputError:
@@ -300,7 +302,7 @@ class Derived:
 
     def __init__(
         self,
-        emit: Emitter,
+        emit: BackwardEmitter,
         node: fx.Node,
         derivative: Derivative,
         outputs: Sequence[fx.Node | None],

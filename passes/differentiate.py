@@ -18,12 +18,12 @@ from fxpar.ops.coercions import dual_layout, of_parameter
 from fxpar.ops.operator import Reverse
 from fxpar.ops.random import attention
 from fxpar.passes.derive import Derivatives, Derived, items_of
-from fxpar.passes.emit import Emitter
+from fxpar.passes.emit import BackwardEmitter
+from fxpar.passes.global_calls import whole_call_of
 from fxpar.passes.prune import prune
-from fxpar.passes.repeat import Repeats
-from fxpar.passes.whole import whole_call_of
+from fxpar.passes.repeat import DerivativeCache
 from fxpar.program.copying import copy_node, take_name
-from fxpar.program.gradients import carried
+from fxpar.program.grad_flow import carried
 from fxpar.program.mixed import MAIN, is_copy
 from fxpar.program.parameter_flow import weights_of
 from fxpar.program.program import (
@@ -161,8 +161,11 @@ def forward_of(program: Program) -> Program:
 class _Backward:
     def __init__(self, program: Program) -> None:
         self.program, self.flags = program, carried(program)
-        self.emit = Emitter(program, self.flags)
-        self.derivatives, self.repeats = Derivatives(program.all_symbols, program.conditions), Repeats(self.emit)
+        self.emit = BackwardEmitter(program, self.flags)
+        self.derivatives, self.repeats = (
+            Derivatives(program.all_symbols, program.conditions),
+            DerivativeCache(self.emit),
+        )
         self.has_decomposed = False
         self.known: dict[tuple[fx.Node, int], fx.Node] = {}
         placeholders = program.placeholders()

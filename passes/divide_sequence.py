@@ -9,7 +9,7 @@ import sympy
 import torch
 
 from fxpar.errors import PlanError
-from fxpar.layout.symbols import Size, simplify, symbol
+from fxpar.layout.symbolic_sizes import Size, simplify, symbol
 from fxpar.manager import register_pass
 from fxpar.program.program import (
     Input,

@@ -38,7 +38,7 @@ def without_gradient(layout: Layout) -> Layout:
     return Layout.of({axis: R if placement == I else placement for axis, placement in layout})
 
 
-class Draw:
+class RandomEmitter:
     """Operations in front of a random node, with its place and layout.
 
     Args:
@@ -108,20 +108,20 @@ class Draw:
         return new
 
 
-def _uniform(draw: Draw) -> fx.Node:
+def _uniform(draw: RandomEmitter) -> fx.Node:
     low, high = draw.given["from"], draw.given["to"]
     return draw.scaled(draw.uniform(), high - low, low)
 
 
-def _bernoulli(draw: Draw) -> fx.Node:
+def _bernoulli(draw: RandomEmitter) -> fx.Node:
     return draw.below(draw.given.get("p", draw.given["self"]))
 
 
-def _normal(draw: Draw) -> fx.Node:
+def _normal(draw: RandomEmitter) -> fx.Node:
     return draw.normal(*(draw.detached(draw.given[name]) for name in ("mean", "std")))
 
 
-def _integers(draw: Draw) -> fx.Node:
+def _integers(draw: RandomEmitter) -> fx.Node:
     low, high = draw.given.get("low", 0), draw.given["high"]
     if not isinstance(low, int) or not isinstance(high, int) or high - low > 2**32:
         refuse(draw.node)
@@ -129,7 +129,7 @@ def _integers(draw: Draw) -> fx.Node:
     return draw.scaled(draw.call(aten.floor.default, scaled), 1, float(low))
 
 
-def _geometric(draw: Draw) -> fx.Node:
+def _geometric(draw: RandomEmitter) -> fx.Node:
     p = draw.given["p"]
     if not 0 < p < 1:
         refuse(draw.node)
@@ -137,12 +137,12 @@ def _geometric(draw: Draw) -> fx.Node:
     return draw.call(aten.clamp_min.default, draw.call(aten.ceil.default, tries), 1.0)
 
 
-def _cauchy(draw: Draw) -> fx.Node:
+def _cauchy(draw: RandomEmitter) -> fx.Node:
     angle = draw.call(aten.mul.Tensor, draw.scaled(draw.uniform(), 1, -0.5), math.pi)
     return draw.scaled(draw.call(aten.tan.default, angle), draw.given["sigma"], draw.given["median"])
 
 
-def _leaky(draw: Draw) -> fx.Node:
+def _leaky(draw: RandomEmitter) -> fx.Node:
     """The slopes of negative values are drawn."""
     x, low, high = (draw.given[name] for name in ("self", "lower", "upper"))
     slope = draw.cast(draw.scaled(draw.uniform(), high - low, low))
@@ -151,7 +151,7 @@ def _leaky(draw: Draw) -> fx.Node:
     return draw.call(aten.where.self, positive, x, leaked, dtype=draw.dtype, flows=True)
 
 
-def _choice(draw: Draw) -> fx.Node:
+def _choice(draw: RandomEmitter) -> fx.Node:
     """Without replacement: the first of exponential waiting times, whose rates are the weights."""
     weights, count = draw.detached(draw.given["self"]), draw.given["num_samples"]
     if draw.given["replacement"] and count != 1:
@@ -169,11 +169,11 @@ def _choice(draw: Draw) -> fx.Node:
     return set_note(first, replace(noted, random=0))
 
 
-def _permutation(draw: Draw) -> fx.Node:
+def _permutation(draw: RandomEmitter) -> fx.Node:
     return draw.call(aten.argsort.default, draw.uniform(torch.float64), dtype=torch.int64)
 
 
-Distribution = Callable[[Draw], fx.Node]
+Distribution = Callable[[RandomEmitter], fx.Node]
 DISTRIBUTIONS: Mapping[Any, Distribution] = {
     **dict.fromkeys((aten.rand.default, aten.rand_like.default), lambda draw: draw.uniform(draw.dtype)),
     **dict.fromkeys((aten.randn.default, aten.randn_like.default), lambda draw: draw.normal()),

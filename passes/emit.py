@@ -10,17 +10,17 @@ import sympy
 import torch
 from torch import fx
 
-from fxpar.choice.batch import declared
+from fxpar.choice.batch_sharding import declared
 from fxpar.errors import LayoutError, PassError
 from fxpar.layout.layout import Layout, P, Placement, R, shard
 from fxpar.layout.nesting import innermost, local_shape, spelled
-from fxpar.layout.symbols import Size, divide, last_operation, simplify
+from fxpar.layout.symbolic_sizes import Size, divide, last_operation, simplify
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import dual_layout, mask_first, take
-from fxpar.ops.sizes import size as size_of_whole
+from fxpar.ops.global_size import size as size_of_whole
 from fxpar.ops.zeros import zeros
 from fxpar.passes.localize import localize_node
-from fxpar.program.gradients import carried_by
+from fxpar.program.grad_flow import carried_by
 from fxpar.program.program import (
     Note,
     Program,
@@ -41,8 +41,8 @@ from fxpar.program.step import BACKWARD, PARAMETER
 from fxpar.program.symbols import SIZE_FUNCTIONS
 from fxpar.rules import Refusal, bind_arguments, seed_signature
 from fxpar.rules.conversion import conversions
-from fxpar.rules.inference import Context, Step, context_of, infer_node, judged, steps
-from fxpar.rules.memo import Answers
+from fxpar.rules.inference import AxisInference, Context, context_of, infer_node, judged, steps
+from fxpar.rules.rule_cache import Answers
 from fxpar.rules.table import rule_for
 
 aten = torch.ops.aten
@@ -54,7 +54,7 @@ def _nodes(args: Sequence[Any]) -> list[fx.Node]:
     return nodes
 
 
-class Emitter:
+class BackwardEmitter:
     """Creates nodes in the graph of a program.
 
     Backward nodes stand behind those of the forward, and nodes of the parameter phase behind these.
@@ -256,7 +256,7 @@ class Emitter:
         return inputs != before
 
     @staticmethod
-    def _fits(step: Step, context: Context, changed: Mapping[int, Placement]) -> bool:
+    def _fits(step: AxisInference, context: Context, changed: Mapping[int, Placement]) -> bool:
         placements = [changed.get(i, placement) for i, placement in enumerate(step.operands)]
         return not isinstance(judged(step.call, placements, context), Refusal)
 

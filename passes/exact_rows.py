@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import PassError
-from fxpar.layout.symbols import Size, simplify
+from fxpar.layout.symbolic_sizes import Size, simplify
 from fxpar.mesh.purpose import Cuts
 from fxpar.ops.sent_rows import return_rows, send_rows, split_sizes
 from fxpar.passes.routed_rows import Routed

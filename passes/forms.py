@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import InputError
-from fxpar.layout.symbols import Size, simplify
+from fxpar.layout.symbolic_sizes import Size, simplify
 from fxpar.program.program import TensorType, describe, output_layouts, output_types
 from fxpar.program.step import is_forward
 

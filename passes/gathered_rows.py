@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.layout.symbols import Size, divide, product, simplify
+from fxpar.layout.symbolic_sizes import Size, divide, product, simplify
 from fxpar.mesh.purpose import Cuts
 from fxpar.ops.rank_dim import expand_over, sum_over
 from fxpar.ops.selective_dispatch import expand_needed, needed_part, sum_needed

@@ -7,8 +7,9 @@ from torch import fx
 from fxpar.errors import PassError
 from fxpar.layout.layout import I, Layout
 from fxpar.manager import register_pass
-from fxpar.program.coercions import resting
-from fxpar.program.gradients import carried
+from fxpar.program.buffer_outputs import is_buffer
+from fxpar.program.grad_flow import carried
+from fxpar.program.placements import resting
 from fxpar.program.program import (
     Note,
     Program,
@@ -21,7 +22,6 @@ from fxpar.program.program import (
     with_operands,
 )
 from fxpar.program.properties import Property
-from fxpar.program.written import is_buffer
 from fxpar.rules.conversion import Conversion, conversions
 
 # The conversions that are there: of a value, to a layout.

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.layout.symbols import Size
+from fxpar.layout.symbolic_sizes import Size
 from fxpar.passes.routed_rows import Routed
 from fxpar.passes.token_cuts import Emitter, part_of, token_cut
 from fxpar.program.program import Program, TensorType, describe, operands, tensor_type

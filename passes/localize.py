@@ -13,7 +13,7 @@ from torch import fx
 from fxpar.errors import PassError
 from fxpar.layout.layout import Layout
 from fxpar.layout.nesting import listed, local_shape
-from fxpar.layout.symbols import Size, divide
+from fxpar.layout.symbolic_sizes import Size, divide
 from fxpar.manager import register_pass
 from fxpar.program.program import (
     Note,

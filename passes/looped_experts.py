@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch.utils._pytree as pytree
 from torch import fx
 
-from fxpar.layout.symbols import Size, product
+from fxpar.layout.symbolic_sizes import Size, product
 from fxpar.passes.choices import ChosenRows, argument, aten, choices, fxp, plain
 from fxpar.passes.expert_masks import Loop, is_zero
 from fxpar.passes.expert_terms import Term, added, is_loop, terms_of
@@ -63,7 +63,7 @@ def recognize_loops(graph: fx.Graph) -> None:
         addends, base = added(node, terms, done)
         if is_loop(addends):
             ordered = sorted(addends, key=lambda term: term.column.expert)
-            _Layer(graph, node, ordered, base).write()
+            _LoopedRows(graph, node, ordered, base).write()
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class _Same:
 _Value = _Rows | _Table | _Same
 
 
-class _Layer(ChosenRows):
+class _LoopedRows(ChosenRows):
     """A loop over experts, being written as rows.
 
     Args:

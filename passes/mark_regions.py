@@ -9,7 +9,7 @@ from torch import fx
 from fxpar.analysis.capturable import why_not_capturable
 from fxpar.analysis.module_scopes import scopes
 from fxpar.errors import InputError, PassError
-from fxpar.layout.symbols import names
+from fxpar.layout.symbolic_sizes import names
 from fxpar.manager import register_pass
 from fxpar.program.program import Program, ScalarType, note, operands, output_types, update
 from fxpar.program.properties import Property

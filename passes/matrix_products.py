@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.layout.symbols import Size
+from fxpar.layout.symbolic_sizes import Size
 from fxpar.passes.choices import argument, aten
 from fxpar.program.program import is_tensor, tensor_type
 from fxpar.rules import bind_arguments

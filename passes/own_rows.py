@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fxpar.elements import Numbers, broadcast, elements, index
-from fxpar.layout.symbols import Size, divide, names, product, sign, simplify
+from fxpar.layout.symbolic_sizes import Size, divide, names, product, sign, simplify
 from fxpar.program.program import Program, ScalarType, TensorType, note, set_note, tensor_type
 from fxpar.rules import call_of
 from fxpar.signatures.views import slice_bounds

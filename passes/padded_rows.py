@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.layout.symbols import Size, simplify
+from fxpar.layout.symbolic_sizes import Size, simplify
 from fxpar.passes.static_rows import StaticRows
 from fxpar.program.program import TensorType, tensor_type
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from fxpar.analysis.stage_cut_points import Divisible, divisible
 from fxpar.choice.cuts import stage_ends
-from fxpar.choice.stages import choose_stages, cuts_as_held
+from fxpar.choice.stage_boundaries import choose_stages, cuts_as_held
 from fxpar.errors import PassError, PlanError
 from fxpar.manager import Pass, register_pass
 from fxpar.ops.coercions import sum_gradients
@@ -17,11 +17,11 @@ from fxpar.ops.transfers import transfer
 from fxpar.passes.prune import shrink
 from fxpar.passes.recompute import mark_layers
 from fxpar.passes.reduction import COUNT
+from fxpar.program.buffer_outputs import buffer_name, is_buffer
 from fxpar.program.copying import copy_node
 from fxpar.program.program import Note, Program, TensorType, describe, note, set_note, update
 from fxpar.program.properties import Property
 from fxpar.program.stages import is_one_stage, stage_of
-from fxpar.program.written import buffer_name, is_buffer
 
 
 def _has_stages(program: Program) -> bool:

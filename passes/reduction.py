@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.layout.symbols import names
+from fxpar.layout.symbolic_sizes import names
 from fxpar.passes.added_losses import is_gradient_alone
 from fxpar.passes.means import MEANS, SUM
 from fxpar.program.program import Program, TensorType, describe, note, operands, output_node, set_note, tensor_type

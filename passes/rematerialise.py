@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import fx
 
-from fxpar.analysis.collectives import Collective, collectives, symbol_sizes
+from fxpar.analysis.communication import Collective, collectives, symbol_sizes
 from fxpar.analysis.flops import matmul_flops, unknown_product
 from fxpar.analysis.layers import layers
 from fxpar.analysis.ring import collective_seconds
@@ -15,14 +15,14 @@ from fxpar.analysis.seconds import again_seconds
 from fxpar.analysis.storages import Storages, storages
 from fxpar.choice.activation_knapsack import Keeping
 from fxpar.errors import PlanError
-from fxpar.layout.symbols import evaluate
+from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.manager import register_pass
 from fxpar.ops import Operator
 from fxpar.ops.coercions import all_gather
 from fxpar.passes.again import compute_again, is_repeatable
 from fxpar.passes.differentiate import forward_of
-from fxpar.program.coercions import computed_fraction
 from fxpar.program.parameter_flow import weights_of
+from fxpar.program.placements import computed_fraction
 from fxpar.program.program import Program, note, operands, output_layouts
 from fxpar.program.properties import Property
 from fxpar.program.step import BACKWARD, PARAMETER, is_forward

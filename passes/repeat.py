@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from fxpar.passes.emit import Emitter
+from fxpar.passes.emit import BackwardEmitter
 from fxpar.program.copying import changed
 from fxpar.program.program import Note, ScalarType, note, operands, output_layouts, output_types
 from fxpar.program.step import BACKWARD
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Asked:
+class DerivativeRequest:
     """A call whose derivative is wanted.
 
     Attributes:
@@ -40,7 +40,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _EmittedNode:
     """A node that was emitted, as it was then: its operands may be replaced later."""
 
     node: fx.Node
@@ -55,14 +55,14 @@ class _Step:
 @dataclass(frozen=True)
 class _Recipe:
     inputs: tuple[fx.Node, ...]
-    steps: tuple[_Step, ...]
+    steps: tuple[_EmittedNode, ...]
     gradients: tuple[tuple[fx.Node, fx.Node], ...]
 
 
-class Repeats:
+class DerivativeCache:
     """Derivatives that were put into a program."""
 
-    def __init__(self, emit: Emitter) -> None:
+    def __init__(self, emit: BackwardEmitter) -> None:
         self._emit = emit
         self._known: dict[Hashable, _Recipe] = {}
 
@@ -72,7 +72,7 @@ class Repeats:
         items: Mapping[int, fx.Node],
         tangents: Sequence[fx.Node | None],
         needed: Sequence[bool],
-    ) -> Asked:
+    ) -> DerivativeRequest:
         """What a call's derivative depends on.
 
         Args:
@@ -88,13 +88,13 @@ class Repeats:
         for source in inputs:
             places.setdefault(source, len(places))
         if any(note(source).phase not in ("", BACKWARD) for source in places):
-            return Asked(inputs, None)
+            return DerivativeRequest(inputs, None)
         args = plain((node.args, node.kwargs), lambda read: places.get(read, note(read).type))
         which = tuple(items), tuple(t is not None for t in tangents), tuple(needed)
         turns = tuple(t.target is aten.t.default for t in gradients)
         descriptions = tuple([(i, *self._described(source)) for source, i in places.items()])
         key = node.target, args, which, turns, tuple([places[source] for source in inputs]), descriptions
-        return Asked(inputs, key if _is_hashable(key) else None)
+        return DerivativeRequest(inputs, key if _is_hashable(key) else None)
 
     def _described(self, node: fx.Node) -> tuple[Hashable, ...]:
         return (
@@ -105,7 +105,7 @@ class Repeats:
             self._emit.is_zero(node),
         )
 
-    def again(self, request: Asked, like: Note) -> dict[fx.Node, fx.Node] | None:
+    def again(self, request: DerivativeRequest, like: Note) -> dict[fx.Node, fx.Node] | None:
         """The gradients of a call's operands as those of an equal call before; None where there was none.
 
         Args:
@@ -121,7 +121,7 @@ class Repeats:
             copies[step.node] = self._emit.repeated(step.target, args, kwargs, step.name, noted, step.is_zero)
         return {copies[operand]: copies[gradient] for operand, gradient in recipe.gradients}
 
-    def learn(self, request: Asked, start: int, gradients: Mapping[fx.Node, fx.Node]) -> None:
+    def learn(self, request: DerivativeRequest, start: int, gradients: Mapping[fx.Node, fx.Node]) -> None:
         """Remembers what was emitted of a call.
 
         Args:
@@ -130,7 +130,7 @@ class Repeats:
         emitted = self._emit.made[start:]
         if request.key is None or any(entry is None for entry in emitted):
             return
-        steps, known = list[_Step](), set(request.inputs)
+        steps, known = list[_EmittedNode](), set(request.inputs)
         for node, name in (entry for entry in emitted if entry is not None):
             if note(node).phase != BACKWARD or not all(
                 read in known or _is_number(read) for read in node.all_input_nodes
@@ -138,7 +138,7 @@ class Repeats:
                 return
             known.add(node)
             is_zero = self._emit.is_zero(node)
-            steps.append(_Step(node, name, node.target, node.args, node.kwargs, note(node), is_zero))
+            steps.append(_EmittedNode(node, name, node.target, node.args, node.kwargs, note(node), is_zero))
         if known.issuperset(gradients.values()):
             self._known[request.key] = _Recipe(request.inputs, tuple(steps), tuple(gradients.items()))
 

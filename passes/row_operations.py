@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from fxpar.layout.symbols import Size, product
+from fxpar.layout.symbolic_sizes import Size, product
 from fxpar.passes.choices import ChosenRows, aten
 from fxpar.program.program import TensorType, is_tensor, note, operands, output_types, tensor_type
 from fxpar.rules import bind_arguments

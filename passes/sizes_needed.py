@@ -16,8 +16,8 @@ from torch import fx
 from fxpar.ops import Operator
 from fxpar.passes.derive import Derivatives, Needs, items_of
 from fxpar.passes.differentiate import SAVING
-from fxpar.passes.whole import whole_call_of
-from fxpar.program.gradients import carried, reached
+from fxpar.passes.global_calls import whole_call_of
+from fxpar.program.grad_flow import carried, reached
 from fxpar.program.program import Program, note, operands, output_types
 
 

@@ -3,7 +3,7 @@
 Enters: a graph in one spelling. Leaves: the same, in which what sorts, takes, spreads and adds up the rows of tokens is
 written with the operators of `fxpar.ops.permute`. A helper of `canonicalize`.
 
-Terms: see `choices`. What else is known of a value is a `_Kind`, and of which choice.
+Terms: see `choices`. What else is known of a value is a `_RoutingValue`, and of which choice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.layout.symbols import Size
+from fxpar.layout.symbolic_sizes import Size
 from fxpar.passes.choices import SHAPED, ChosenRows, argument, chosen_of, is_choice
 from fxpar.program.program import TensorType, is_tensor, tensor_type
 from fxpar.rules import bind_arguments
@@ -25,7 +25,7 @@ from fxpar.rules import bind_arguments
 aten, fxp = torch.ops.aten, torch.ops.fxpar
 
 
-class _Kind(Enum):
+class _RoutingValue(Enum):
     """What a value is of a choice.
 
     Attributes:
@@ -62,7 +62,7 @@ class _Fact:
         choice: of which experts of tokens.
     """
 
-    kind: _Kind
+    kind: _RoutingValue
     choice: fx.Node
 
 
@@ -99,10 +99,10 @@ def recognize_rows(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is fxp.grouped_linear.default:
             sizes = facts.get(argument(node, 2))
-            if sizes is not None and sizes.kind is _Kind.SIZES and _counts(node) == chosen_of(sizes.choice):
+            if sizes is not None and sizes.kind is _RoutingValue.SIZES and _counts(node) == chosen_of(sizes.choice):
                 products[sizes.choice] = None
     for choice in products:
-        _Layer(graph, choice, facts).write()
+        _SortedRows(graph, choice, facts).write()
 
 
 def _counts(product: fx.Node) -> Size:
@@ -116,7 +116,7 @@ def _facts(graph: fx.Graph) -> dict[fx.Node, _Fact]:
         if node.op != "call_function":
             continue
         if is_choice(node):
-            facts[node] = _Fact(_Kind.CHOICE, node)
+            facts[node] = _Fact(_RoutingValue.CHOICE, node)
             continue
         source = argument(node, 0) if node.args else None
         known = facts.get(source) if isinstance(source, fx.Node) else None
@@ -126,46 +126,46 @@ def _facts(graph: fx.Graph) -> dict[fx.Node, _Fact]:
     return facts
 
 
-def _kind(node: fx.Node, known: _Fact, facts: Mapping[fx.Node, _Fact]) -> _Kind | None:
+def _kind(node: fx.Node, known: _Fact, facts: Mapping[fx.Node, _Fact]) -> _RoutingValue | None:
     """What a value is that is made of one of which something is known; None where nobody knows."""
     target, kind = node.target, known.kind
     if target is operator.getitem:
-        return (_Kind.KEYS, _Kind.ORDER)[int(argument(node, 1))] if kind is _Kind.SORT else None
+        return (_RoutingValue.KEYS, _RoutingValue.ORDER)[int(argument(node, 1))] if kind is _RoutingValue.SORT else None
     if target is aten._to_copy.default:
         return kind if is_tensor(node) and tensor_type(node).dtype in _EXACT else None
-    if kind is _Kind.CHOICE and target is aten.index.Tensor:
+    if kind is _RoutingValue.CHOICE and target is aten.index.Tensor:
         (places, *more) = bind_arguments(node)["indices"]
-        is_sorted = not more and facts.get(places) == _Fact(_Kind.ORDER, known.choice)
-        return _Kind.KEYS if is_sorted and len(tensor_type(argument(node, 0)).shape) == 1 else None
-    if kind is _Kind.CHOICE:
+        is_sorted = not more and facts.get(places) == _Fact(_RoutingValue.ORDER, known.choice)
+        return _RoutingValue.KEYS if is_sorted and len(tensor_type(argument(node, 0)).shape) == 1 else None
+    if kind is _RoutingValue.CHOICE:
         return _of_choice(node)
-    if kind is _Kind.ORDER:
+    if kind is _RoutingValue.ORDER:
         if target is aten.floor_divide.default or target is aten.div.Tensor_mode:
-            return _Kind.TOKENS if argument(node, 1) == tensor_type(known.choice).shape[-1] else None
-        return _Kind.INVERSE if target in _ARGSORTS and _ascends(node) else None
-    if kind is _Kind.MARKS and target is aten.sum.dim_IntList:
+            return _RoutingValue.TOKENS if argument(node, 1) == tensor_type(known.choice).shape[-1] else None
+        return _RoutingValue.INVERSE if target in _ARGSORTS and _ascends(node) else None
+    if kind is _RoutingValue.MARKS and target is aten.sum.dim_IntList:
         rank, bound = len(tensor_type(argument(node, 0)).shape), bind_arguments(node)
         dims = {int(dim) % rank for dim in bound["dim"] or ()}
-        return _Kind.COUNTS if dims == set(range(rank - 1)) and not bound.get("keepdim", False) else None
-    if kind is _Kind.COUNTS and target is aten.cumsum.default:
-        return _Kind.ENDS
-    return _Kind.SIZES if kind is _Kind.ENDS and target is fxp.group_sizes.default else None
+        return _RoutingValue.COUNTS if dims == set(range(rank - 1)) and not bound.get("keepdim", False) else None
+    if kind is _RoutingValue.COUNTS and target is aten.cumsum.default:
+        return _RoutingValue.ENDS
+    return _RoutingValue.SIZES if kind is _RoutingValue.ENDS and target is fxp.group_sizes.default else None
 
 
-def _of_choice(node: fx.Node) -> _Kind | None:
+def _of_choice(node: fx.Node) -> _RoutingValue | None:
     target, bound = node.target, bind_arguments(node)
     if target in SHAPED:
-        return _Kind.CHOICE
+        return _RoutingValue.CHOICE
     is_flat = len(tensor_type(argument(node, 0)).shape) == 1
     if is_flat and target in _SORTS and _ascends(node):
-        return _Kind.SORT
+        return _RoutingValue.SORT
     if is_flat and target in _ARGSORTS and _ascends(node):
-        return _Kind.ORDER
+        return _RoutingValue.ORDER
     if target is aten.histc.default:
         count = bound.get("bins", 100)
-        return _Kind.COUNTS if bound.get("min", 0) == 0 and bound.get("max", 0) in (count, count - 1) else None
+        return _RoutingValue.COUNTS if bound.get("min", 0) == 0 and bound.get("max", 0) in (count, count - 1) else None
     is_marked = target is aten.one_hot.default and bound.get("num_classes", -1) != -1
-    return _Kind.MARKS if is_marked or (target is aten.eq.Tensor and _numbers(bound["other"])) else None
+    return _RoutingValue.MARKS if is_marked or (target is aten.eq.Tensor and _numbers(bound["other"])) else None
 
 
 def _numbers(value: Any) -> bool:
@@ -182,13 +182,15 @@ def _ascends(node: fx.Node) -> bool:
     return not bind_arguments(node).get("descending", False)
 
 
-class _Layer(ChosenRows):
+class _SortedRows(ChosenRows):
     """The rows of one choice, being rewritten."""
 
     def __init__(self, graph: fx.Graph, choice: fx.Node, facts: Mapping[fx.Node, _Fact]) -> None:
         self.facts = {node: fact.kind for node, fact in facts.items() if fact.choice is choice}
         # What is known of it beside its shape begins with a sort or a count.
-        first = next(node for node in graph.nodes if self.facts.get(node, _Kind.CHOICE) is not _Kind.CHOICE)
+        first = next(
+            node for node in graph.nodes if self.facts.get(node, _RoutingValue.CHOICE) is not _RoutingValue.CHOICE
+        )
         super().__init__(graph, choice, first, first)
 
     def write(self) -> None:
@@ -207,14 +209,14 @@ class _Layer(ChosenRows):
     def _give_order(self) -> None:
         """What else reads the author's order reads this one: within an expert that of an unstable sort may differ."""
         for node in list(self.graph.nodes):
-            if self.kind(node) is _Kind.ORDER and node.target is not aten._to_copy.default:
+            if self.kind(node) is _RoutingValue.ORDER and node.target is not aten._to_copy.default:
                 node.replace_all_uses_with(self.order)
 
-    def kind(self, value: Any) -> _Kind | None:
+    def kind(self, value: Any) -> _RoutingValue | None:
         """What is known of a value."""
         return self.facts.get(value) if isinstance(value, fx.Node) else None
 
-    def along_rows(self, places: Any) -> _Kind | None:
+    def along_rows(self, places: Any) -> _RoutingValue | None:
         """What is known of places that are the same along each row: [M] expanded to [M, f]."""
         if isinstance(places, fx.Node) and places.target is aten.expand.default:
             column = argument(places, 0)
@@ -223,16 +225,16 @@ class _Layer(ChosenRows):
                 return self.kind(argument(column, 0))
         return None
 
-    def take(self, source: Any, places: _Kind | None) -> fx.Node | None:
+    def take(self, source: Any, places: _RoutingValue | None) -> fx.Node | None:
         """Rows at places of tokens or of pairs, and experts' numbers of rows."""
         if not isinstance(source, fx.Node) or places is None:
             return None
         kind = tensor_type(source)
-        if places is _Kind.KEYS and kind.shape[:1] == (self.experts,) and len(kind.shape) == 2:
+        if places is _RoutingValue.KEYS and kind.shape[:1] == (self.experts,) and len(kind.shape) == 2:
             return self.spread(source)
-        if places is _Kind.TOKENS and kind.shape[:1] == (self.tokens,) and len(kind.shape) == 2:
+        if places is _RoutingValue.TOKENS and kind.shape[:1] == (self.tokens,) and len(kind.shape) == 2:
             return self.taken(source, self.k)
-        if places is not _Kind.ORDER or kind.shape[:1] != (self.rows,) or len(kind.shape) > 2:
+        if places is not _RoutingValue.ORDER or kind.shape[:1] != (self.rows,) or len(kind.shape) > 2:
             return None
         if len(kind.shape) == 2:
             return self.taken(source, 1)
@@ -241,17 +243,17 @@ class _Layer(ChosenRows):
         column = self.taken(self.emit.view(source, [-1, 1], (self.rows, 1)), 1)
         return self.emit.view(column, [-1], (self.rows,))
 
-    def put_at(self, base: Any, places: _Kind | None, rows: Any, adds: bool) -> fx.Node | None:
+    def put_at(self, base: Any, places: _RoutingValue | None, rows: Any, adds: bool) -> fx.Node | None:
         """Rows added up at their tokens, or put back at their pairs."""
         if not isinstance(rows, fx.Node) or tensor_type(rows).shape[:1] != (self.rows,):
             return None
         is_zero, kind = _is_zero(base), tensor_type(rows)
         if len(kind.shape) != 2 or kind.dtype != tensor_type(base).dtype:
             return None
-        of_tokens = places is _Kind.TOKENS or (places is _Kind.ORDER and self.k == 1)
+        of_tokens = places is _RoutingValue.TOKENS or (places is _RoutingValue.ORDER and self.k == 1)
         if of_tokens and adds:
             size, k = self.tokens, self.k
-        elif places is _Kind.ORDER and is_zero:
+        elif places is _RoutingValue.ORDER and is_zero:
             size, k = self.rows, 1
         else:
             return None
@@ -271,11 +273,11 @@ def _is_zero(value: Any) -> bool:
     return bool(value.target in _ZEROS or (value.target is aten.full.default and argument(value, 1) in (0, False)))
 
 
-def _index(layer: _Layer, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
+def _index(layer: _SortedRows, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
     if len(bound["indices"]) != 1:
         return None
     places = layer.kind(bound["indices"][0])
-    if places is _Kind.INVERSE:
+    if places is _RoutingValue.INVERSE:
         kind = tensor_type(node)
         args = bound["self"], layer.order, layer.count(layer.rows), 1
         is_rows = len(kind.shape) == 2 and tensor_type(bound["self"]).shape == kind.shape
@@ -283,11 +285,11 @@ def _index(layer: _Layer, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | 
     return layer.take(bound["self"], places)
 
 
-def _select(layer: _Layer, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
+def _select(layer: _SortedRows, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
     return layer.take(bound["self"], layer.kind(bound["index"])) if bound["dim"] == 0 else None
 
 
-def _gather(layer: _Layer, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
+def _gather(layer: _SortedRows, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
     is_whole = tensor_type(bound["index"]).shape[1:] == tensor_type(bound["self"]).shape[1:]
     flat = layer.kind(bound["index"])
     if flat is not None and len(tensor_type(bound["index"]).shape) == 1:
@@ -295,7 +297,7 @@ def _gather(layer: _Layer, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node |
     return layer.take(bound["self"], layer.along_rows(bound["index"])) if bound["dim"] == 0 and is_whole else None
 
 
-def _add(layer: _Layer, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
+def _add(layer: _SortedRows, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
     if bound["dim"] != 0 or bound.get("alpha", 1) != 1:
         return None
     rows, wide = bound[_ADDS[node.target]], node.target is aten.scatter_add.default
@@ -304,7 +306,7 @@ def _add(layer: _Layer, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | No
     return layer.put_at(bound["self"], (layer.along_rows if wide else layer.kind)(bound["index"]), rows, True)
 
 
-def _put(layer: _Layer, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
+def _put(layer: _SortedRows, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
     if len(bound["indices"]) != 1:
         return None
     return layer.put_at(
@@ -312,9 +314,9 @@ def _put(layer: _Layer, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | No
     )
 
 
-def _product(layer: _Layer, node: fx.Node, bound: Mapping[str, Any]) -> None:
+def _product(layer: _SortedRows, node: fx.Node, bound: Mapping[str, Any]) -> None:
     """Counts are those of the sort, matrices those that the author holds."""
-    if layer.kind(bound["counts"]) is not _Kind.SIZES:
+    if layer.kind(bound["counts"]) is not _RoutingValue.SIZES:
         return
     weight, transposed = bound["weight"], bound["transposed"]
     if weight.target is aten.transpose.int and {dim % 3 for dim in weight.args[1:]} == {1, 2}:
@@ -322,7 +324,7 @@ def _product(layer: _Layer, node: fx.Node, bound: Mapping[str, Any]) -> None:
     node.args = (bound["x"], weight, layer.counts, transposed)
 
 
-_WRITERS: Mapping[Any, Callable[[_Layer, fx.Node, Mapping[str, Any]], fx.Node | None]] = {
+_WRITERS: Mapping[Any, Callable[[_SortedRows, fx.Node, Mapping[str, Any]], fx.Node | None]] = {
     aten.index.Tensor: _index,
     aten.index_select.default: _select,
     aten.gather.default: _gather,

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.layout.symbols import Size, divide, simplify
+from fxpar.layout.symbolic_sizes import Size, divide, simplify
 from fxpar.passes.limited_rows import limit_of
 from fxpar.passes.routed_rows import Routed
 from fxpar.passes.token_cuts import Emitter, TokenCut, token_cut

@@ -20,9 +20,10 @@ import torch
 from torch import fx
 
 from fxpar.errors import PassError
-from fxpar.layout.symbols import Size, divide, product, simplify
+from fxpar.layout.symbolic_sizes import Size, divide, product, simplify
 from fxpar.mesh.purpose import Cuts
 from fxpar.ops.shard_over import shard_over
+from fxpar.program.batch_dim import batch_size
 from fxpar.program.program import (
     Program,
     ScalarType,
@@ -31,7 +32,6 @@ from fxpar.program.program import (
     set_note,
     tensor_type,
 )
-from fxpar.program.rows import batch_size
 
 aten = torch.ops.aten
 fxp = torch.ops.fxpar

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fxpar
-from fxpar.analysis.split import split_flops
+from fxpar.analysis.parallel_fraction import split_flops
 from fxpar.capture import capture
 from fxpar.compile import compile_program
 from fxpar.manager import Verifier

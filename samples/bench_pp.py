@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fxpar
-from fxpar.schedule.build import build_schedule
+from fxpar.schedule.builtin_schedules import build_schedule
 from fxpar.schedule.verified import verified
 from samples.bench_tp import _TINY, MODELS, build, run_all, time_steps
 

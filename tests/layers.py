@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fxpar.analysis.collectives import collectives
+from fxpar.analysis.communication import collectives
 from fxpar.program.program import Program, note
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fxpar.analysis.collectives import symbol_sizes
+from fxpar.analysis.communication import symbol_sizes
 from fxpar.analysis.flops import matmul_flops
-from fxpar.analysis.parameters import held_bytes, local_elements
+from fxpar.analysis.parameter_memory import held_bytes, local_elements
 from fxpar.analysis.stage_cut_points import divisible
-from fxpar.layout.symbols import evaluate
+from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.program.program import Program, note
 from fxpar.program.stages import crossings, holders, is_transfer, stage_of
 

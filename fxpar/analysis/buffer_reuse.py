@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxpar.analysis.collectives import collectives
+from fxpar.analysis.communication import collectives
 from fxpar.ops.operator import Operator
 from fxpar.program.program import Program, note
 from fxpar.program.step import PARAMETER

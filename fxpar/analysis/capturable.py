@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.analysis.collectives import symbol_sizes
+from fxpar.analysis.communication import symbol_sizes
 from fxpar.layout.nesting import local_shape
-from fxpar.layout.symbols import evaluate, product
+from fxpar.layout.symbolic_sizes import evaluate, product
 from fxpar.ops.operator import Operator
 from fxpar.program.program import Program, ScalarType, TensorType, note, output_layouts, output_types
 from fxpar.program.step import PHASES
-from fxpar.signatures.calls import bind_arguments
+from fxpar.signatures.op_call import bind_arguments
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from math import prod
 import sympy
 import torch
 
-from fxpar.layout.symbols import Size, names, product, simplify, symbol
+from fxpar.layout.symbolic_sizes import Size, names, product, simplify, symbol
 from fxpar.ops import alike
 from fxpar.program.program import Program, operands, output_types
 from fxpar.program.symbols import balanced

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from fxpar.analysis.collectives import Collective
+from fxpar.analysis.communication import Collective
 from fxpar.analysis.estimates import Estimates, estimates
 from fxpar.program.program import Program, ScalarType, note
 

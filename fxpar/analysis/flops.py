@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import fx
 
-from fxpar.layout.symbols import Size, product, simplify
+from fxpar.layout.symbolic_sizes import Size, product, simplify
 from fxpar.ops import Operator, alike
 from fxpar.program.program import Program, TensorType
 from fxpar.rules.table import key_of, rule_of
-from fxpar.signatures.calls import Call, call_of
 from fxpar.signatures.contraction import contracted_dims, einsum_steps
+from fxpar.signatures.op_call import OpCall, call_of
 from fxpar.signatures.rule import Labelling, Refusal
 
-Formula = Callable[[Call], Size]
+Formula = Callable[[OpCall], Size]
 
 
 def matmul_flops(program: Program) -> Iterator[tuple[fx.Node, Size]]:
@@ -69,37 +69,37 @@ def _by_labels(node: fx.Node) -> Size:
     return 2 * product((*call.outputs[0].shape, *sizes.values())) if sizes else 0
 
 
-def _size(call: Call) -> Size:
+def _size(call: OpCall) -> Size:
     return product(call.outputs[0].shape)
 
 
-def _operand(call: Call, name: str) -> TensorType:
+def _operand(call: OpCall, name: str) -> TensorType:
     return call.operands[call.names.index(name)]
 
 
 def _contracting(name: str, *, batch: bool = False) -> Formula:
     """Every element of the result sums over the last dimension of operand `name`; `batch`: over the first one too."""
 
-    def flops(call: Call) -> Size:
+    def flops(call: OpCall) -> Size:
         shape = _operand(call, name).shape
         return 2 * _size(call) * shape[-1] * (shape[0] if batch else 1)
 
     return flops
 
 
-def _attention(call: Call) -> Size:
+def _attention(call: OpCall) -> Size:
     rows, columns = product(call.outputs[0].shape[:-1]), _operand(call, "key").shape[-2]
     return 2 * rows * columns * (_operand(call, "query").shape[-1] + _operand(call, "value").shape[-1])
 
 
-def _convolution(call: Call) -> Size:
+def _convolution(call: OpCall) -> Size:
     """Every element of the result, of a transposed one of the input, meets the whole kernel."""
     spread = bool(call.get("transposed", "conv_transpose" in key_of(call.target)))
     rows = product(_operand(call, "input").shape) if spread else _size(call)
     return 2 * rows * product(_operand(call, "weight").shape[1:])
 
 
-def _grouped(call: Call) -> Size:
+def _grouped(call: OpCall) -> Size:
     """Groups of rows `[t, k] × [e, k, n]`, of columns `[e, m, k] × [k, t]`, or of what is summed `[m, t] × [t, n]`."""
     first, second = (kind.shape for kind in call.operands[:2])
     if len(first) == len(second) == 2:
@@ -107,40 +107,40 @@ def _grouped(call: Call) -> Size:
     return 2 * _size(call) * first[-1]
 
 
-def _experts(call: Call) -> Size:
+def _experts(call: OpCall) -> Size:
     """Each row meets one matrix, whichever it is."""
     return 2 * _size(call) * call.operands[0].shape[-1]
 
 
-def _experts_outer(call: Call) -> Size:
+def _experts_outer(call: OpCall) -> Size:
     return 2 * product(call.operands[0].shape) * call.operands[1].shape[-1]
 
 
-def _einsum(call: Call) -> Size:
+def _einsum(call: OpCall) -> Size:
     steps = einsum_steps(call)
     if isinstance(steps, Refusal):
         return 0
     return sum(2 * product(list(step.sizes.values())) for step in steps if step.summed and step.operands > 1)
 
 
-def _tensordot(call: Call) -> Size:
+def _tensordot(call: OpCall) -> Size:
     shape, (dims, _) = call.operands[0].shape, contracted_dims(call)
     return 2 * _size(call) * product([shape[d] for d in dims]) if dims else 0
 
 
-def _bilinear(call: Call) -> Size:
+def _bilinear(call: OpCall) -> Size:
     _, i, j = _operand(call, "weight").shape
     return 2 * _size(call) * (i * j + j)
 
 
-def _recurrent(call: Call) -> Size:
+def _recurrent(call: OpCall) -> Size:
     """Every matrix meets every row of the input once."""
     rows = product(call.operands[0].shape[:-1])
     pairs = zip(call.names, call.operands, strict=True)
     return 2 * rows * sum(product(kind.shape) for name, kind in pairs if name == "params" and len(kind.shape) == 2)
 
 
-def _cell(call: Call) -> Size:
+def _cell(call: OpCall) -> Size:
     rows = product(call.operands[0].shape[:-1])
     return 2 * rows * (product(_operand(call, "w_ih").shape) + product(_operand(call, "w_hh").shape))
 
@@ -208,7 +208,7 @@ def unknown_product(node: fx.Node) -> str:
     return key_of(node.target) if _is_unknown(node, call) else ""
 
 
-def _is_unknown(node: fx.Node, call: Call) -> bool:
+def _is_unknown(node: fx.Node, call: OpCall) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or key_of(node.target) in _FORMULAS:
         return False
     name = node.target._schema.name.partition("::")[2].lstrip("_")

@@ -42,7 +42,7 @@ _REDUCTIONS = frozenset(
 _IDENTITIES = (copy_to, settle, share)
 
 
-class _Kind(Enum):
+class _RowRole(Enum):
     """What a node is to the run in which it stands."""
 
     ROW = "computed row by row"
@@ -62,39 +62,39 @@ def row_runs(nodes: Sequence[fx.Node]) -> Rows:
     ends, end = [0] * len(nodes), len(nodes)
     for i in reversed(range(len(nodes))):
         ends[i] = end  # of the run in which what reads the node is near
-        end = i if kinds[i] is _Kind.END else end
+        end = i if kinds[i] is _RowRole.END else end
     near = list(range(len(nodes)))
     for i, node in enumerate(nodes):
-        if kinds[i] is not _Kind.ROW:
+        if kinds[i] is not _RowRole.ROW:
             continue
         for read in node.all_input_nodes:
             maker = _made(read, position, kinds)
             if maker is not None and i < ends[maker]:
                 near[maker] = i
-    return Rows(tuple(kind is not _Kind.END for kind in kinds), tuple(near))
+    return Rows(tuple(kind is not _RowRole.END for kind in kinds), tuple(near))
 
 
-def _made(value: fx.Node, position: dict[fx.Node, int], kinds: Sequence[_Kind]) -> int | None:
+def _made(value: fx.Node, position: dict[fx.Node, int], kinds: Sequence[_RowRole]) -> int | None:
     """Position of the node that makes a value, which may be a view of it; None of what is made elsewhere."""
-    while value in position and kinds[position[value]] is _Kind.SAME and value.all_input_nodes:
+    while value in position and kinds[position[value]] is _RowRole.SAME and value.all_input_nodes:
         value = value.all_input_nodes[0]
     return position.get(value)
 
 
-def _kind(node: fx.Node) -> _Kind:
+def _kind(node: fx.Node) -> _RowRole:
     noted, target = note(node), node.target
     if isinstance(noted.type, ScalarType):
-        return _Kind.SAME
+        return _RowRole.SAME
     if noted.random or noted.uncaptured:
-        return _Kind.END
+        return _RowRole.END
     is_view = isinstance(target, torch._ops.OpOverload) and target.is_view
     if is_view or target is operator.getitem or target in _IDENTITIES:
-        return _Kind.SAME
+        return _RowRole.SAME
     if target in _REDUCTIONS:
-        return _Kind.ROW if _is_along_rows(node) else _Kind.BESIDE
+        return _RowRole.ROW if _is_along_rows(node) else _RowRole.BESIDE
     rule = rule_of(target)
     is_pointwise = rule is not None and rule.labels is pointwise_labels
-    return _Kind.ROW if is_pointwise or target in _NORMS else _Kind.END
+    return _RowRole.ROW if is_pointwise or target in _NORMS else _RowRole.END
 
 
 def _is_along_rows(node: fx.Node) -> bool:

@@ -14,14 +14,14 @@ from math import prod
 
 from torch import fx
 
-from fxpar.analysis.collectives import symbol_sizes
+from fxpar.analysis.communication import symbol_sizes
 from fxpar.analysis.flops import matmul_flops
+from fxpar.analysis.parallel_fraction import computed_part
 from fxpar.analysis.seconds import access_seconds, product_seconds
-from fxpar.analysis.split import computed_part
 from fxpar.analysis.stored import materialised
 from fxpar.layout.layout import P
 from fxpar.layout.nesting import local_shape
-from fxpar.layout.symbols import evaluate
+from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops import Operator
 from fxpar.ops.coercions import sum_gradients
 from fxpar.program.parameter_flow import summed, weights_of

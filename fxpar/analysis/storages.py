@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from fxpar.analysis.collectives import symbol_sizes
+from fxpar.analysis.communication import symbol_sizes
 from fxpar.errors import InputError
 from fxpar.layout.nesting import local_shape
-from fxpar.layout.symbols import evaluate
+from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import lower
 from fxpar.program.program import Program, output_layouts, tensor_type

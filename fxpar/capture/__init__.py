@@ -16,6 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from fxpar.capture.buffer_mutation import check_written
 from fxpar.capture.convert import CallSpec, convert
 from fxpar.capture.eager import compare, walk
 from fxpar.capture.expert_modules import named_experts
@@ -24,17 +25,16 @@ from fxpar.capture.guards import check_model, check_samples
 from fxpar.capture.memo import OtherMemos
 from fxpar.capture.precision import cast_inputs, input_dtype
 from fxpar.capture.rowwise import check_row_wise
-from fxpar.capture.sizes import SizeError, check_splits, check_views
+from fxpar.capture.size_expressions import SizeError, check_splits, check_views
 from fxpar.capture.step_count import check_step_count
 from fxpar.capture.trace import Trace, arguments, trace
-from fxpar.capture.written import check_written
 from fxpar.errors import CaptureError
 from fxpar.ops.functions import function as autograd_function
 from fxpar.plan.plan import Plan
 from fxpar.program.gc_pause import without_collections
-from fxpar.program.gradients import carried
+from fxpar.program.grad_flow import carried
 from fxpar.program.program import Program
-from fxpar.signatures.added_losses import check_added_losses
+from fxpar.signatures.added_loss_functions import check_added_losses
 from fxpar.signatures.autograd_functions import forget_proofs
 from fxpar.signatures.defaults import write_defaults
 

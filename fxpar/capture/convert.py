@@ -31,6 +31,7 @@ from fxpar.capture.trace import Trace
 from fxpar.errors import CaptureError, CheckFailed
 from fxpar.ops.functions import function
 from fxpar.plan.plan import Plan
+from fxpar.program.buffer_outputs import buffer_name, is_buffer
 from fxpar.program.program import (
     Input,
     Note,
@@ -41,7 +42,6 @@ from fxpar.program.program import (
     set_note,
     tensor_type,
 )
-from fxpar.program.written import buffer_name, is_buffer
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
 from fxpar.capture.functional import COMPARED
-from fxpar.capture.values import UnknownValueError, new_like, of_tensor, storage
+from fxpar.capture.layer_values import UnknownValueError, new_like, of_tensor, storage
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

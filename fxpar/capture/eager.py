@@ -30,16 +30,16 @@ from torch.autograd.graph import Node, _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpar.capture.expert_modules import Named
-from fxpar.capture.experts import routed_experts
+from fxpar.capture.expert_modules import ExpertModule
+from fxpar.capture.fake_weights import plain_surrounding, without_values
 from fxpar.capture.guards import no_host_random, separate
+from fxpar.capture.hf_experts import routed_experts
 from fxpar.capture.hooks import hooks_watched
 from fxpar.capture.layer_cache_check import Number, Observed
 from fxpar.capture.layerdrop import host_numbers
 from fxpar.capture.memo import OtherMemos, nothing_remembered
-from fxpar.capture.memory import plain_surrounding, without_values
 from fxpar.capture.places import is_foreign_file, place_of
-from fxpar.capture.recording import Watch, is_internal, recording
+from fxpar.capture.recording import UntracedEffectMode, is_internal, recording
 from fxpar.capture.state import untouched
 from fxpar.capture.trace import FAILURES, called, quiet
 from fxpar.errors import CaptureError
@@ -82,7 +82,7 @@ def walk(
     loss: Callable[..., Any] | None,
     others: OtherMemos | None = None,
     copied: Mapping[Number, Number] | None = None,
-    experts: Sequence[Named] = (),
+    experts: Sequence[ExpertModule] = (),
     dtype: torch.dtype | None = None,
 ) -> Eager:
     """Runs the model on fakes, forward and backward; it is left as it was.
@@ -108,7 +108,7 @@ def walk(
             batch = stack.enter_context(without_values(model, separate(batch)))
             hooks = stack.enter_context(hooks_watched(model, batch))
             call = called(model, batch, loss, dtype)
-            with Watch(), _Calls(eager), eager.layers.watching(call.module):
+            with UntracedEffectMode(), _EngineCallMode(eager), eager.layers.watching(call.module):
                 outputs = call.module(*call.args, **call.kwargs)
             _differentiate(eager, outputs)
             del outputs
@@ -139,7 +139,7 @@ def _differentiate(eager: Eager, outputs: Any) -> None:
     # What computes gradients in Python, or sees them when they are there, is to have some.
     if not functions and not any(_sees_gradients(node) for node in nodes) and _passed(eager, roots, nodes):
         return
-    with _Calls(eager):
+    with _EngineCallMode(eager):
         torch.autograd.backward(roots, [torch.ones_like(v) for v in roots])
 
 
@@ -164,7 +164,7 @@ def _passed(eager: Eager, roots: list[Tensor], nodes: list[Any]) -> bool:
     """
     handles = [node.register_hook(_nothing) for node in nodes if node.next_functions]
     try:
-        with _Calls(eager):
+        with _EngineCallMode(eager):
             torch.autograd.backward(_Undefined.apply(*roots), retain_graph=True)  # type: ignore[no-untyped-call]
     except FAILURES:  # a node that takes none, or a hook: the gradients themselves will show it
         return False
@@ -208,7 +208,7 @@ class _SomePlaces:
 _NONZERO, _SOME_PLACES = torch.ops.aten.nonzero.default, _SomePlaces()
 
 
-class _Calls(TorchDispatchMode):
+class _EngineCallMode(TorchDispatchMode):
     """While active, notes who registers hooks on nodes of autograd's graph, and what the engine calls besides.
 
     What runs below an operator is of no interest, and most of the calls: it is not looked at.
@@ -311,7 +311,7 @@ class _Functions(TorchFunctionMode):
     The author's own operators are no such functions.
     """
 
-    def __init__(self, calls: _Calls) -> None:
+    def __init__(self, calls: _EngineCallMode) -> None:
         super().__init__()
         self._calls = calls
 

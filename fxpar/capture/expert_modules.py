@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.capture.expert_readings import Reading, readings
-from fxpar.capture.memory import plain_surrounding, swapped
+from fxpar.capture.fake_weights import plain_surrounding, swapped
 from fxpar.capture.state import untouched
 from fxpar.errors import PlanError, shown
 
@@ -40,7 +40,7 @@ _STEPS = (1, 17, 29)  # between neighbours of the last, the second last … dime
 
 
 @dataclass(frozen=True)
-class Named:
+class ExpertModule:
     """A module of experts that a plan names.
 
     Attributes:
@@ -54,14 +54,14 @@ class Named:
     reading: Reading
 
 
-def named_experts(model: nn.Module, globs: Sequence[str]) -> tuple[Named, ...]:
+def named_experts(model: nn.Module, globs: Sequence[str]) -> tuple[ExpertModule, ...]:
     """The modules that the globs of a plan name, each with the reading of which a trial found no difference.
 
     Raises:
         PlanError: a glob matches nothing, or a module that is no such one; names it, and what differs.
     """
     modules = dict(model.named_modules())
-    experts: dict[int, Named] = {}
+    experts: dict[int, ExpertModule] = {}
     for glob in globs:
         paths = [path for path in modules if fnmatchcase(path, glob)]
         if not paths:
@@ -83,7 +83,7 @@ def _refuse(path: str, glob: str, reason: str) -> NoReturn:
     raise PlanError(reason, where=f"experts: {glob!r} names {path or 'the model'}", remedy=_REMEDY)
 
 
-def _named(path: str, module: nn.Module, glob: str) -> Named:
+def _named(path: str, module: nn.Module, glob: str) -> ExpertModule:
     if "forward" in vars(module):
         _refuse(path, glob, "its forward was put in the place of that of its class")
     operands = _operands(module)
@@ -106,7 +106,7 @@ def _named(path: str, module: nn.Module, glob: str) -> Named:
     for reading in tried:
         reason = _difference(module, reading)
         if not reason:
-            return Named(path, module, reading)
+            return ExpertModule(path, module, reading)
         reasons.append(reason)
     _refuse(path, glob, f"its forward is not what experts of these weights compute: {reasons[0]}")
 
@@ -277,7 +277,7 @@ def _values(like: Tensor, dtype: torch.dtype, is_small: bool, generator: torch.G
 
 
 @contextlib.contextmanager
-def computed_as_read(named: Sequence[Named]) -> Iterator[None]:
+def computed_as_read(named: Sequence[ExpertModule]) -> Iterator[None]:
     """While active, the modules that a plan names compute by their readings."""
     # By what their attributes are in: a trace may call a module by a proxy that shares them.
     by_attributes = {id(vars(entry.module)): entry for entry in named}
@@ -287,7 +287,7 @@ def computed_as_read(named: Sequence[Named]) -> Iterator[None]:
         yield
 
 
-def _forward(original: Callable[..., Any], by_attributes: Mapping[int, Named]) -> Callable[..., Any]:
+def _forward(original: Callable[..., Any], by_attributes: Mapping[int, ExpertModule]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         named = by_attributes.get(id(vars(self)))
         if named is None:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.capture.sizes import SizeError
+from fxpar.capture.size_expressions import SizeError
 from fxpar.ops.host import item
 from fxpar.program.program import Program, ScalarType, TensorType, describe, is_tensor, note, set_note, tensor_type
-from fxpar.signatures.calls import bind_arguments
+from fxpar.signatures.op_call import bind_arguments
 
 aten = torch.ops.aten
 

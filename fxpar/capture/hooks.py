@@ -24,7 +24,7 @@ from fxpar.errors import CaptureError
 _KINDS = ("_forward_pre_hooks", "_forward_hooks")
 
 
-class Watch:
+class HookObserver:
     """What hooks without a result have seen and made.
 
     Args:
@@ -79,14 +79,14 @@ class _Made(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def hooks_watched(model: nn.Module, known: Any) -> Iterator[Watch]:
+def hooks_watched(model: nn.Module, known: Any) -> Iterator[HookObserver]:
     """Watches the forward hooks of all modules; the hooks themselves are back at the end.
 
     Args:
         known: a nest of tensors that the caller holds on to.
     """
     tensors = [value for value in pytree.tree_leaves(known) if isinstance(value, Tensor)]
-    watch = Watch([*tensors, *model.parameters(), *model.buffers()])
+    watch = HookObserver([*tensors, *model.parameters(), *model.buffers()])
     originals = []
     try:
         for name, module in model.named_modules():

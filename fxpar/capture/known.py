@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fxpar.elements import FALSE, TRUE, Element, elements
-from fxpar.layout.symbols import Size, simplify, symbol
+from fxpar.layout.symbolic_sizes import Size, simplify, symbol
 from fxpar.program.program import Note, ScalarType, TensorType, set_note
 
 # Operands of which more is asked for nothing: positions are made in a few steps.

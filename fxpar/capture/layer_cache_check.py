@@ -39,7 +39,7 @@ class Observed:
 
     copied: Mapping[Number, Number] = field(default_factory=dict)
     calls: dict[str, list[list[Hashable]]] = field(default_factory=dict)
-    _active: list[_Call] = field(default_factory=list)
+    _active: list[_OpRecorder] = field(default_factory=list)
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs an operator, which the calls note that are running."""
@@ -72,7 +72,7 @@ class Observed:
             path = watched.get(id(module))
             if path is None:
                 return original(module, *args, **kwargs)
-            current = _Call(module, (args, kwargs))
+            current = _OpRecorder(module, (args, kwargs))
             self.calls.setdefault(path, []).append(current.done)
             active.append(current)
             try:
@@ -86,7 +86,7 @@ class Observed:
         return patched
 
 
-class _Call:
+class _OpRecorder:
     """Notes each operator with its operands: what goes into the call, is its module's, or it has made.
 
     Attributes:

@@ -2,10 +2,10 @@
 
 Enters: the calls of a model's modules while it is traced. Leaves: the same trace, in less time. A layer is copied only
 where a trace of it could not give anything else: its modules hold equal values of all that the first call has read
-(`fxpar.capture.reads`), everything else that its code can name holds what it held then (`Memory`), the same lines call
-it in the same modes, and what goes in is known by the same descriptions (`fxpar.capture.values`). The first call must
-have changed nothing, and have computed from what went in and from the layer's own parameters alone. Whatever is
-otherwise is traced as if this file was not there.
+(`fxpar.capture.reads`), everything else that its code can name holds what it held then (`PythonState`), the same lines
+call it in the same modes, and what goes in is known by the same descriptions (`fxpar.capture.layer_values`). The first
+call must have changed nothing, and have computed from what went in and from the layer's own parameters alone. Whatever
+is otherwise is traced as if this file was not there.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fxpar.capture.copies import Copied, Surrounding, node_of
 from fxpar.capture.layer_cache_check import Number
-from fxpar.capture.memo import Memory
+from fxpar.capture.layer_values import UnknownValueError, described, new_like, pattern, rebuilt, storage
+from fxpar.capture.memo import PythonState
 from fxpar.capture.norms import changes_statistics
 from fxpar.capture.reads import Reads, has_hooks
 from fxpar.capture.recording import RECOMPUTE_KEY, Recorder
-from fxpar.capture.values import UnknownValueError, described, new_like, pattern, rebuilt, storage
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -65,7 +65,7 @@ class _First:
 
     number: Number
     reads: Reads
-    memory: Memory
+    memory: PythonState
     description: Any
     callers: Any
     nodes: Copied
@@ -76,7 +76,7 @@ class _First:
     regions: int
 
 
-class Repeats:
+class LayerTraceCache:
     """While a model is traced, its calls of layers.
 
     Args:
@@ -144,10 +144,10 @@ class Repeats:
         if not first.reads.is_equal(layer) or not first.memory.is_unchanged():
             return False
         if id(first) not in self._alike:  # what names the first layer is found from another one
-            self._alike[id(first)] = not self._knows_others(Memory(layer), layer)
+            self._alike[id(first)] = not self._knows_others(PythonState(layer), layer)
         return self._alike[id(first)]
 
-    def _knows_others(self, memory: Memory, layer: nn.Module) -> bool:
+    def _knows_others(self, memory: PythonState, layer: nn.Module) -> bool:
         """Whether what the layer's code can name has a module of the model that is none of the layer's."""
         inside = {id(module) for module in layer.modules()}
         return memory.knows({key: module for key, module in self._modules.items() if key not in inside})
@@ -166,7 +166,7 @@ class Repeats:
     ) -> Any:
         """Traces a call, and notes it where its like can be copied."""
         tracer, layer, _, args, kwargs = call
-        reads, memory = Reads(layer), Memory(layer)
+        reads, memory = Reads(layer), PythonState(layer)
         if memory.is_opaque or self._knows_others(memory, layer) or not reads.can_be_watched:
             return run()
         around = self._around(tracer, tracer.path_of_module(layer))

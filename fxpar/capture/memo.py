@@ -50,7 +50,7 @@ _OPAQUE = (bytearray, array.array, np.ndarray, random.Random, queue.Queue, io.IO
 _CONTAINERS = (OrderedDict, defaultdict, dict, list, set, deque)
 
 
-class Memory:
+class PythonState:
     """What the author's code can name, as it is now.
 
     The code is that of `forward` and of the functions that it names, by global names and by attributes.
@@ -336,7 +336,7 @@ def nothing_remembered(model: nn.Module, others: OtherMemos | None = None, plain
         others: of the capture; None where nothing runs on fakes.
         plain: memoised functions are replaced by the very functions that they wrap, which Dynamo follows.
     """
-    memory = Memory(model)
+    memory = PythonState(model)
     try:
         memory.replace_memos((lambda memo: memo.__wrapped__) if plain else _computed)
         yield
@@ -347,7 +347,7 @@ def nothing_remembered(model: nn.Module, others: OtherMemos | None = None, plain
 
 
 class OtherMemos:
-    """Memoised functions of the whole process, which the author's code may reach in ways that `Memory` does not see.
+    """Memoised functions of the whole process, which the author's code may reach in ways `PythonState` does not see.
 
     They are looked for at most once in a capture, after its first run, and only where there may be others than before:
     that takes as long as a small trace.

@@ -38,12 +38,12 @@ def changes_statistics(node: fx.Node) -> bool:
 
 def write_norms(graph: fx.Graph) -> None:
     """Puts simpler operations in the place of the norms."""
-    sizes = _Sizes(graph)
+    sizes = _ElementCounts(graph)
     for node in list(graph.nodes):
         if node.target is aten.batch_norm.default:
-            result = _by_batch(_Calls(node, sizes)) if node.args[5] else _by_constants(_Calls(node, sizes))
+            result = _by_batch(_NormEmitter(node, sizes)) if node.args[5] else _by_constants(_NormEmitter(node, sizes))
         elif node.target is aten.instance_norm.default and node.args[5] and isinstance(node.args[3], fx.Node):
-            result = _by_instance(_Calls(node, sizes))
+            result = _by_instance(_NormEmitter(node, sizes))
         else:
             continue
         node.replace_all_uses_with(result)
@@ -55,7 +55,7 @@ def _value(node: Any) -> Tensor:
     return value
 
 
-class _Sizes:
+class _ElementCounts:
     """Numbers of elements, each made once: sizes are read off inputs where one has them."""
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -98,14 +98,14 @@ class _Sizes:
         return self.made(node, aten.sym_size.int, x, dim)
 
 
-class _Calls:
+class _NormEmitter:
     """Operations in the place of a norm.
 
     Attributes:
         dtype: in which statistics are computed.
     """
 
-    def __init__(self, node: fx.Node, sizes: _Sizes) -> None:
+    def __init__(self, node: fx.Node, sizes: _ElementCounts) -> None:
         self.node, self.sizes = node, sizes
         args: tuple[Any, ...] = node.args
         self.x, self.weight, self.bias, self.mean, self.variance, _, self.momentum, self.epsilon, _ = args
@@ -170,7 +170,7 @@ class _Calls:
         return self(aten.div.Tensor, squares, less)
 
 
-def _by_batch(call: _Calls) -> fx.Node:
+def _by_batch(call: _NormEmitter) -> fx.Node:
     x, affine = call.x, [call.weight, call.bias]
     if _value(x).dtype in _NARROW:  # statistics are of the weights' type
         x = x if any(affine) else call.cast(x, call.dtype)
@@ -186,13 +186,13 @@ def _by_batch(call: _Calls) -> fx.Node:
     return call.cast(result, _value(call.node).dtype)
 
 
-def _by_constants(call: _Calls) -> fx.Node:
+def _by_constants(call: _NormEmitter) -> fx.Node:
     """With the statistics that are kept: a product and a sum for each channel."""
     x = call.cast(call.x, _value(call.mean).dtype)
     return call.scaled(call(aten.sub.Tensor, x, call.along(call.mean)), call.variance)
 
 
-def _by_instance(call: _Calls) -> fx.Node:
+def _by_instance(call: _NormEmitter) -> fx.Node:
     """Each row by itself; the statistics that are kept move towards the mean over rows."""
     centered, mean, squares, count = call.moments(range(2, _value(call.x).dim()))
     rows = call.sizes.product(call.node, call.x, [0])

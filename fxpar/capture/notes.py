@@ -16,13 +16,13 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpar.capture.data_dependent_loops import FINDS, FINDS_TOO, choice_of
-from fxpar.capture.groups import of_rows
 from fxpar.capture.places import module_of, source_of
 from fxpar.capture.recording import RECOMPUTE_KEY
-from fxpar.capture.sizes import SizeError, written
+from fxpar.capture.row_groups import of_rows
+from fxpar.capture.size_expressions import SizeError, written
 from fxpar.capture.trace import Trace
 from fxpar.errors import CaptureError
-from fxpar.layout.symbols import Size, evaluate, names, product, simplify, symbol
+from fxpar.layout.symbolic_sizes import Size, evaluate, names, product, simplify, symbol
 from fxpar.program.dtypes import DTYPE_NAMES
 from fxpar.program.picked import loop_of_experts
 from fxpar.program.program import Note, ScalarType, TensorType, ValueType

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxpar.capture import known, patches
 from fxpar.capture.layerdrop import Decided
 from fxpar.capture.places import is_foreign_file
-from fxpar.capture.sizes import Sizes
+from fxpar.capture.size_expressions import SizeChecker
 from fxpar.errors import CaptureError, InputError
 from fxpar.signatures.autograd_functions import resolve_function
 
@@ -166,7 +166,7 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
     return tensors
 
 
-class Watch(TorchFunctionMode):
+class UntracedEffectMode(TorchFunctionMode):
     """While active, refuses what the author's code asks of tensors and a trace of the forward would drop in silence.
 
     Hooks on gradients, gradients taken inside the forward, and values of parameters that the model does not own: a
@@ -187,7 +187,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.read: set[int] = set()
         self._decided = Decided()
-        self._sizes = Sizes()
+        self._sizes = SizeChecker()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -21,13 +21,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fxpar.capture.memory import plain_surrounding
-from fxpar.capture.trials import RAISED, Results, Trial, attempts, from_example, random_like
-from fxpar.choice.batch import declared
+from fxpar.capture.fake_weights import plain_surrounding
+from fxpar.capture.trials import RAISED, Results, RowTrial, attempts, from_example, random_like
+from fxpar.choice.batch_sharding import declared
 from fxpar.errors import CaptureError
+from fxpar.program.batch_dim import batch_size, batch_symbol
 from fxpar.program.program import Program, describe
-from fxpar.program.rows import batch_size, batch_symbol
-from fxpar.rules.rows import name_of
+from fxpar.rules.batchwise_ops import name_of
 
 # Of the largest value, by the type of the result. Parts round otherwise than the whole, and in float64 an operator may
 # compute in float32 inside. What mixes rows differs by the values themselves.
@@ -58,12 +58,12 @@ def check_row_wise(program: Program, state: Mapping[str, Tensor], inputs: Mappin
     sizes = {s.name: s.example for s in program.symbols}
     with plain_surrounding(), torch.random.fork_rng():
         for node in nodes:
-            trial = Trial(node, batch_size(program), batch_symbol(program), sizes, [*row_wise.rows])
+            trial = RowTrial(node, batch_size(program), batch_symbol(program), sizes, [*row_wise.rows])
             if trial.has_rows:
                 _check(trial, from_example(trial, program, values, inputs))
 
 
-def _check(trial: Trial, example: Mapping[Any, Tensor]) -> None:
+def _check(trial: RowTrial, example: Mapping[Any, Tensor]) -> None:
     tensors, whole = _whole(trial, example)
     _check_parts(trial, tensors, whole)
     for count in dict.fromkeys((trial.count, *_ROWS)):
@@ -81,7 +81,7 @@ def _check(trial: Trial, example: Mapping[Any, Tensor]) -> None:
         _check_others(sized, operands)
 
 
-def _check_parts(trial: Trial, tensors: Sequence[Tensor], whole: Results) -> None:
+def _check_parts(trial: RowTrial, tensors: Sequence[Tensor], whole: Results) -> None:
     """All rows at once and parts of them agree."""
     upstream = _upstream(whole)
     for cut in dict.fromkeys((trial.count // 2, 1)):
@@ -102,7 +102,7 @@ def _check_parts(trial: Trial, tensors: Sequence[Tensor], whole: Results) -> Non
                 )
 
 
-def _check_others(trial: Trial, tensors: Sequence[Tensor]) -> None:
+def _check_others(trial: RowTrial, tensors: Sequence[Tensor]) -> None:
     """The first rows stay what they are where the last becomes large."""
     count, before = trial.count, _finite(trial, tensors)
     if before is None:
@@ -124,7 +124,7 @@ def _check_others(trial: Trial, tensors: Sequence[Tensor]) -> None:
             _refuse(trial, f"{reason} becomes {_LARGE:g} times as large")
 
 
-def _finite(trial: Trial, tensors: Sequence[Tensor]) -> Results | None:
+def _finite(trial: RowTrial, tensors: Sequence[Tensor]) -> Results | None:
     """The results of operands that the operator takes; None where it raises, or gives no finite number."""
     try:
         results = trial.run(tensors)
@@ -137,7 +137,7 @@ def _upstream(whole: Results) -> list[Tensor]:
     return [random_like(output, 7 + i) for i, output in enumerate(whole.outputs)]
 
 
-def _whole(trial: Trial, example: Mapping[Any, Tensor]) -> tuple[list[Tensor], Results]:
+def _whole(trial: RowTrial, example: Mapping[Any, Tensor]) -> tuple[list[Tensor], Results]:
     """Operands with which the operator runs, and its results on all rows."""
     reason = "gives no finite number for random operands"
     for tensors in attempts(trial, example):
@@ -180,7 +180,7 @@ def _rows(value: Tensor, times: int, first: int, last: int) -> Tensor:
     return value[first * times : last * times] if times else value
 
 
-def _pairs(trial: Trial, whole: Results, parts: Sequence[Results]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+def _pairs(trial: RowTrial, whole: Results, parts: Sequence[Results]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """What is compared, as the whole has it and as the parts together have it; None where they do not fit together."""
     for index, output in enumerate(whole.outputs):
         yield f"output {index}", output, _joined([part.outputs[index] for part in parts], output)
@@ -217,7 +217,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__} ({(str(error).strip().splitlines() or [''])[0][:200]})"
 
 
-def _refuse(trial: Trial, reason: str) -> NoReturn:
+def _refuse(trial: RowTrial, reason: str) -> NoReturn:
     axes = ", ".join(f"{axis}=1" for axis in trial.axes)
     raise CaptureError(
         f"{name_of(trial.node)} is declared row-wise, and {reason}",

@@ -28,9 +28,10 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from fxpar.capture import patches
 from fxpar.capture.data_dependent_loops import refuse_loop
 from fxpar.capture.dynamo import Assumption, Offered, dynamo_graph
-from fxpar.capture.expert_modules import Named
-from fxpar.capture.experts import routed_experts
+from fxpar.capture.expert_modules import ExpertModule
+from fxpar.capture.fake_weights import with_memory
 from fxpar.capture.functional import functional_form
+from fxpar.capture.graph_mutation import refuse_mutation, replace_copies, settle
 from fxpar.capture.guards import (
     bound_arguments,
     check_example,
@@ -39,18 +40,17 @@ from fxpar.capture.guards import (
     no_host_random,
     separate,
 )
+from fxpar.capture.hf_experts import routed_experts
 from fxpar.capture.is_compiling import Questions
 from fxpar.capture.layer_cache_check import Number
-from fxpar.capture.layer_trace_cache import Repeats
+from fxpar.capture.layer_trace_cache import LayerTraceCache
 from fxpar.capture.layerdrop import host_numbers
 from fxpar.capture.memo import OtherMemos, nothing_remembered
-from fxpar.capture.memory import with_memory
 from fxpar.capture.norms import normed_batches
 from fxpar.capture.places import Blamed, place_of
 from fxpar.capture.precision import cast_inputs
-from fxpar.capture.recording import Recorder, Watch, recording
-from fxpar.capture.regions import refuse_mutation, replace_copies, settle
-from fxpar.capture.sizes import SizeError
+from fxpar.capture.recording import Recorder, UntracedEffectMode, recording
+from fxpar.capture.size_expressions import SizeError
 from fxpar.capture.state import untouched, watched
 from fxpar.errors import CaptureError
 
@@ -158,7 +158,7 @@ def trace(
     others: OtherMemos | None = None,
     *,
     copies: bool = False,
-    experts: Sequence[Named] = (),
+    experts: Sequence[ExpertModule] = (),
     fixed: Collection[tuple[int, int]] = (),
     dtype: torch.dtype | None = None,
 ) -> Trace:
@@ -273,9 +273,9 @@ def _functional(
     """
     args, kwargs, offered = call
     shapes = pytree.tree_map(lambda value: _dims(value, offered), bound_arguments(module, args, kwargs))
-    watch = Watch()
+    watch = UntracedEffectMode()
     with recording() as recorder, patches.draws_stay(), patches.small_trials():
-        repeats = Repeats(module, recorder)
+        repeats = LayerTraceCache(module, recorder)
         try:
             # It prints the graph of a failed trace.
             with (

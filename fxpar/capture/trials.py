@@ -19,11 +19,11 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from fxpar.capture.trace import FAILURES
-from fxpar.layout.symbols import Size, divide, evaluate
+from fxpar.layout.symbolic_sizes import Size, divide, evaluate
 from fxpar.ops.functions import function
 from fxpar.program.program import Program, ScalarType, has_note, note, operands, output_types, tensor_type
 from fxpar.signatures.autograd_functions import resolve_function
-from fxpar.signatures.rows import has_rows
+from fxpar.signatures.batchwise_rule import has_rows
 
 RAISED = (*FAILURES, IndexError, ArithmeticError)
 
@@ -42,7 +42,7 @@ class Results:
 
 
 @dataclass(frozen=True)
-class Trial:
+class RowTrial:
     """A call of a declared operator.
 
     Attributes:
@@ -75,7 +75,7 @@ class Trial:
         """How many rows there are."""
         return evaluate(self.rows, self.sizes)
 
-    def of_rows(self, count: int) -> Trial | None:
+    def of_rows(self, count: int) -> RowTrial | None:
         """The same call of another number of rows; None where the symbol cannot give it."""
         sizes = {**self.sizes, self.batch: self.sizes[self.batch] * count // self.count}
         resized = replace(self, sizes=sizes)
@@ -132,7 +132,7 @@ def random_like(like: Tensor, seed: int, *, positive: bool = False) -> Tensor:
 
 
 def from_example(
-    trial: Trial, program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Any]
+    trial: RowTrial, program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Any]
 ) -> dict[fx.Node, Tensor]:
     """Operands that are no floating numbers, from the example."""
     example = {}
@@ -174,7 +174,7 @@ def _computed(
     return values[target] if isinstance(values[target], Tensor) else None
 
 
-def attempts(trial: Trial, example: Mapping[fx.Node, Tensor]) -> Iterator[list[Tensor]]:
+def attempts(trial: RowTrial, example: Mapping[fx.Node, Tensor]) -> Iterator[list[Tensor]]:
     """Operands to try, the best first: in float64, else in the program's types; on the CPU, else on a GPU."""
     devices = {value.device for value in example.values()} | {torch.device("cpu")}
     devices |= {torch.device("cuda")} if torch.cuda.is_available() else set()

@@ -110,7 +110,7 @@ class Keeping:
     def _solved(self, allowed: Set[fx.Node], budget: int | None) -> frozenset[int] | None:
         """The storages of least bytes, or of least seconds within a budget."""
         allowed = allowed - self.fixed
-        model = _Model()
+        model = _BinaryProgram()
         pending = list(dict.fromkeys(self.reads))
         known = set(pending)
         for node in pending:
@@ -142,7 +142,7 @@ class Keeping:
         return self._of(self._settled(allowed, {storage for storage, i in storages.items() if solution[i]})[0])
 
 
-class _Model:
+class _BinaryProgram:
     """A mixed integer program over variables that are 0 or 1."""
 
     def __init__(self) -> None:

@@ -13,16 +13,16 @@ from torch import fx
 
 from fxpar.choice.collapse import cheapest
 from fxpar.choice.layout_constraints import held_over
-from fxpar.choice.options import Option, Options, Value, list_options, value_of
+from fxpar.choice.options import AxisOptions, Option, Value, list_options, value_of
 from fxpar.choice.overrides import Lines, Pin, resolve_overrides
 from fxpar.choice.prices import Prices
 from fxpar.choice.problem import cost_of, problem_of
 from fxpar.errors import PlanError
 from fxpar.layout.layout import I, Layout, Placement, shard
-from fxpar.program.coercions import resting
-from fxpar.program.gradients import carried
+from fxpar.program.buffer_outputs import is_buffer
+from fxpar.program.grad_flow import carried
+from fxpar.program.placements import resting
 from fxpar.program.program import Program, describe, operands, tensor_type
-from fxpar.program.written import is_buffer
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Choice:
         solution: the cheapest choice.
     """
 
-    options: Options
+    options: AxisOptions
     prices: Prices
     pins: Mapping[fx.Node, Pin]
     ends: Mapping[Value, tuple[Placement, ...]]
@@ -86,7 +86,7 @@ def choose(program: Program, axis: str, lines: Lines, layouts: Mapping[str, Layo
     return Choice(options, prices, pins, ends, solution)
 
 
-def _ends(program: Program, options: Options) -> dict[Value, tuple[Placement, ...]]:
+def _ends(program: Program, options: AxisOptions) -> dict[Value, tuple[Placement, ...]]:
     """The loss ends whole, with its gradient on every rank, and so do buffers; other outputs may stay shards."""
     ends: dict[Value, tuple[Placement, ...]] = {}
     for name, node in program.output_nodes().items():
@@ -98,7 +98,7 @@ def _ends(program: Program, options: Options) -> dict[Value, tuple[Placement, ..
     return ends
 
 
-def _refuse(program: Program, options: Options, pins: Mapping[fx.Node, Pin]) -> NoReturn:
+def _refuse(program: Program, options: AxisOptions, pins: Mapping[fx.Node, Pin]) -> NoReturn:
     """Names the plan line that cuts what an operation needs whole."""
     for node in program.graph.nodes:
         if node.op != "call_function" or node not in options.of:
@@ -137,7 +137,7 @@ class Solution:
 
 
 def solve(
-    graph: fx.Graph, options: Options, prices: Prices, ends: Mapping[Value, tuple[Placement, ...]]
+    graph: fx.Graph, options: AxisOptions, prices: Prices, ends: Mapping[Value, tuple[Placement, ...]]
 ) -> Solution | None:
     """Chooses an option for every node. Layers that pose the same problem are solved once.
 

@@ -105,7 +105,7 @@ def collapsed(problem: Problem) -> tuple[int, ...] | None:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _PlacedSegment:
     """A segment, and where its values stand among those that cross the cuts at its ends.
 
     Attributes:
@@ -125,7 +125,7 @@ def _step(
     uses: Sequence[Use],
     before: Sequence[_Crossing],
     behind: Sequence[_Crossing],
-) -> _Step:
+) -> _PlacedSegment:
     start, end = span
     used = {use.value for use in uses}
     entering = [i for i, crossing in enumerate(before) if crossing.value in used]
@@ -151,11 +151,11 @@ def _step(
         tuple(before[i].states for i in entering),
         tuple((moved(crossing.value), crossing.states) for crossing in leaving),
     )
-    return _Step(segment, tuple(entering), tuple(order))
+    return _PlacedSegment(segment, tuple(entering), tuple(order))
 
 
 def _extended(
-    step: _Step,
+    step: _PlacedSegment,
     table: dict[tuple[States, States], _Found],
     reached: Mapping[States, tuple[float, States, tuple[int, ...]]],
 ) -> dict[States, tuple[float, States, tuple[int, ...]]]:

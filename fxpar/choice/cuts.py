@@ -16,7 +16,7 @@ SLACK = 0.01
 
 
 @dataclass(frozen=True)
-class Units:
+class UnitCosts:
     """The units of a program in order; place i stands in front of unit i.
 
     Attributes:
@@ -34,7 +34,7 @@ class Units:
     send: Sequence[float]
 
 
-def best_cuts(units: Units, ranks: int, virtual: int, fixed: Mapping[int, int]) -> tuple[int, ...]:
+def best_cuts(units: UnitCosts, ranks: int, virtual: int, fixed: Mapping[int, int]) -> tuple[int, ...]:
     """The places of the cuts, ascending; `ranks · virtual` stages.
 
     Args:
@@ -69,7 +69,7 @@ class Goals:
     stages: tuple[tuple[float, float], ...]
 
 
-def goals_of(units: Units, ranks: int, cuts: Sequence[int]) -> Goals:
+def goals_of(units: UnitCosts, ranks: int, cuts: Sequence[int]) -> Goals:
     """What some cuts reach."""
     cutting = _Cutting(units, ranks, len(cuts) + 1, {})
     ends = stage_ends(cuts, len(units.seconds))
@@ -92,7 +92,7 @@ class _Cutting:
     A *measure* is a number of a stage, of its number and the places at which it begins and ends.
     """
 
-    def __init__(self, units: Units, ranks: int, stages: int, fixed: Mapping[int, int]) -> None:
+    def __init__(self, units: UnitCosts, ranks: int, stages: int, fixed: Mapping[int, int]) -> None:
         self._units, self._ranks, self._stages, self._fixed = units, ranks, stages, fixed
         self._count = len(units.seconds)
         sums = (units.seconds, units.state_bytes, units.saved_bytes)

@@ -14,11 +14,11 @@ from itertools import pairwise
 
 from torch import fx
 
-from fxpar.choice.segments import MOST_PARTS, alone, candidates, cut_points
+from fxpar.choice.parameter_cuts import MOST_PARTS, alone, candidates, cut_points
 from fxpar.choice.shard_propagation import INSIDE, Trail, Weights, follow
 from fxpar.layout.layout import Piece, Placement, fits, shard
 from fxpar.layout.shard_segments import pieces_of
-from fxpar.layout.symbols import Size, product, simplify
+from fxpar.layout.symbolic_sizes import Size, product, simplify
 from fxpar.program.program import operands, output_types, tensor_type
 from fxpar.signatures.rule import Refusal
 

@@ -17,9 +17,9 @@ from fxpar.ops import rank_dim, selective_dispatch
 from fxpar.ops.operator import Operator
 from fxpar.ops.rank_dim import Demand, Held, expand_over, sum_over
 from fxpar.ops.shard_over import demanded, shard_over
-from fxpar.program.coercions import axes_of
+from fxpar.program.placements import axes_of
 from fxpar.program.program import Program, operands
-from fxpar.signatures.calls import call_of
+from fxpar.signatures.op_call import call_of
 from fxpar.signatures.rule import Refusal
 
 aten = torch.ops.aten

@@ -11,21 +11,21 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxpar.choice.batch import peel_program, place_batch
+from fxpar.choice.batch_sharding import peel_program, place_batch
 from fxpar.choice.choose import Choice, choose
 from fxpar.choice.options import Option
 from fxpar.choice.overrides import match_lines
 from fxpar.errors import PassError
 from fxpar.layout.layout import Layout
-from fxpar.layout.symbols import divide
+from fxpar.layout.symbolic_sizes import divide
 from fxpar.mesh.purpose import Cuts
+from fxpar.program.batch_dim import batch_rows, batch_size
 from fxpar.program.program import Program
-from fxpar.program.rows import batch_rows, batch_size
-from fxpar.rules.rows import check_declared
+from fxpar.rules.batchwise_ops import check_declared
 
 
 @dataclass(frozen=True)
-class Placed:
+class MultiAxisChoice:
     """What was decided.
 
     Attributes:
@@ -39,7 +39,7 @@ class Placed:
     inner: Program
 
 
-def place(program: Program, layouts: Mapping[str, Layout]) -> Placed:
+def place(program: Program, layouts: Mapping[str, Layout]) -> MultiAxisChoice:
     """Places the program on every axis.
 
     Args:
@@ -64,7 +64,7 @@ def place(program: Program, layouts: Mapping[str, Layout]) -> Placed:
     lines = match_lines(inner)
     choices = {axis: choose(inner, axis, lines, layouts) for axis in plan.axes_for(Cuts.FEATURES)}
     options |= {axis: _of(program, choice.chosen) for axis, choice in choices.items()}
-    return Placed(options, choices, inner)
+    return MultiAxisChoice(options, choices, inner)
 
 
 def _of(program: Program, placed: Mapping[fx.Node, Option]) -> dict[fx.Node, Option]:

@@ -20,16 +20,16 @@ from torch import fx
 from fxpar.analysis.flops import matmul_flops
 from fxpar.choice.gqa_cuts import all_cuts, farthest, heads_of, met_heads, natural_cut, shares_attention
 from fxpar.choice.layout_constraints import demanded_by, demands
-from fxpar.choice.segments import met_cut
+from fxpar.choice.parameter_cuts import met_cut
 from fxpar.choice.shard_propagation import Trail, Weights, follow
 from fxpar.choice.tokens import tokens_of
 from fxpar.layout.layout import I, Placement, R, fits, shard
-from fxpar.layout.symbols import Size, names
-from fxpar.program.coercions import at_rest, resting, unsettled
+from fxpar.layout.symbolic_sizes import Size, names
+from fxpar.program.placements import at_rest, resting, unsettled
 from fxpar.program.program import Program, describe, operands, output_types
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
-from fxpar.signatures.calls import Call
 from fxpar.signatures.engine import partial_signatures
+from fxpar.signatures.op_call import OpCall
 
 aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ class Option:
 
 
 @dataclass
-class Options:
+class AxisOptions:
     """All options on one axis.
 
     Attributes:
@@ -123,7 +123,7 @@ def list_options(
     is_free: bool,
     data_parallel: bool = False,
     axis: str = "",
-) -> Options:
+) -> AxisOptions:
     """The options of every node.
 
     Args:
@@ -135,7 +135,7 @@ def list_options(
     placeholders = {p.node for p in program.parameters}
     owned = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in placeholders]
     tokens, weights = tokens_of(program, owned)
-    options = Options(n, flags, weights, tokens=tokens)
+    options = AxisOptions(n, flags, weights, tokens=tokens)
     options.tables = _tables(program.graph, tokens)
     options.shared = {s.size for s in program.symbols if s.ranks == n}
     options.products = {node for node, _ in matmul_flops(program)}
@@ -186,21 +186,21 @@ def _tables(graph: fx.Graph, tokens: Mapping[tuple[fx.Node, int], str]) -> set[f
     return tables
 
 
-def _offered(options: Options, node: fx.Node, cuts: list[Placement]) -> tuple[Placement, ...]:
+def _offered(options: AxisOptions, node: fx.Node, cuts: list[Placement]) -> tuple[Placement, ...]:
     """What a parameter may be. A vocabulary that can be cut is: one value for each token decides what it costs."""
     return tuple(cuts) if any(_is_vocabulary(options, node, cut) for cut in cuts) else (I, *cuts)
 
 
-def _is_vocabulary(options: Options, node: fx.Node, cut: Placement) -> bool:
+def _is_vocabulary(options: AxisOptions, node: fx.Node, cut: Placement) -> bool:
     trail = options.trails.get((node, cut), Trail())
     return len(output_types(node)[0].shape) > 1 and bool(trail.vocabulary) and not trail.refused
 
 
-def _why(options: Options, node: fx.Node, cut: Placement) -> str:
+def _why(options: AxisOptions, node: fx.Node, cut: Placement) -> str:
     return "a vocabulary that can be cut is cut" if _is_vocabulary(options, node, cut) else ""
 
 
-def _cuts(options: Options, node: fx.Node) -> list[Placement]:
+def _cuts(options: AxisOptions, node: fx.Node) -> list[Placement]:
     """For each dimension the simplest cut that no view or split behind it tears.
 
     Weights of attention are cut between heads or not at all: their other dimension, which is summed, is only cut where
@@ -242,7 +242,7 @@ def _cuts(options: Options, node: fx.Node) -> list[Placement]:
     return cuts
 
 
-def _add_met(options: Options, node: fx.Node, dim: int, cuts: list[Placement]) -> None:
+def _add_met(options: AxisOptions, node: fx.Node, dim: int, cuts: list[Placement]) -> None:
     """Adds the cut of the parts that a sum over the dimension takes in, beside the plain one."""
     met = met_cut(node, dim, options.weights)
     if met is None or met in cuts or not fits(met, output_types(node)[0].shape, options.n):
@@ -253,13 +253,13 @@ def _add_met(options: Options, node: fx.Node, dim: int, cuts: list[Placement]) -
         cuts.append(met)
 
 
-def _has_head_dim(options: Options, node: fx.Node, cuts: list[Placement]) -> bool:
+def _has_head_dim(options: AxisOptions, node: fx.Node, cuts: list[Placement]) -> bool:
     """Whether a weight of three dimensions or more has its heads in one of their own, and that can be cut."""
     is_stacked = len(output_types(node)[0].shape) > 2
     return is_stacked and any(options.trails[node, cut].role == "column" for cut in cuts)
 
 
-def _keep_attention_whole(options: Options, free: dict[fx.Node, list[Placement]]) -> None:
+def _keep_attention_whole(options: AxisOptions, free: dict[fx.Node, list[Placement]]) -> None:
     """Where n does not divide the heads of one matrix, those that take part in its attention stay whole too.
 
     A single head is no such case: every rank has it.
@@ -276,7 +276,7 @@ def _keep_attention_whole(options: Options, free: dict[fx.Node, list[Placement]]
                 options.uncut[other] = f"its attention stays whole, as %{node.name} does: {options.uncut[node]}"
 
 
-def _question(options: Options, node: fx.Node, inputs: list[Value]) -> Hashable:
+def _question(options: AxisOptions, node: fx.Node, inputs: list[Value]) -> Hashable:
     """All that `_signatures` is told of a node."""
     flags = tuple(options.carries(value) for value in inputs), options.flags[node], node in options.products
     layouts = tuple(
@@ -285,7 +285,7 @@ def _question(options: Options, node: fx.Node, inputs: list[Value]) -> Hashable:
     return options.weights.operation(node).question, flags, layouts
 
 
-def _signatures(options: Options, node: fx.Node, inputs: list[Value]) -> Iterator[Option]:
+def _signatures(options: AxisOptions, node: fx.Node, inputs: list[Value]) -> Iterator[Option]:
     call = call_of(node, options.n)
     carries = [options.carries(value) for value in inputs]
     seen = set()
@@ -301,7 +301,7 @@ def _signatures(options: Options, node: fx.Node, inputs: list[Value]) -> Iterato
 
 
 def _wanted(
-    options: Options, call: Call, inputs: list[Value], is_product: bool
+    options: AxisOptions, call: OpCall, inputs: list[Value], is_product: bool
 ) -> Iterator[tuple[tuple[Placement, ...], str]]:
     count = len(inputs)
     yield (I,) * count, ""

@@ -14,12 +14,12 @@ from typing import NoReturn
 from torch import fx
 
 from fxpar.choice.gqa_cuts import all_cuts
-from fxpar.choice.segments import candidates
+from fxpar.choice.parameter_cuts import candidates
 from fxpar.choice.shard_propagation import Arrived, Trail, Weights, follow
 from fxpar.errors import PlanError
 from fxpar.layout.layout import I, Placement
-from fxpar.program.coercions import at_rest
 from fxpar.program.parameter_flow import weights_of
+from fxpar.program.placements import at_rest
 from fxpar.program.program import Parameter, Program, describe, operands, tensor_type
 
 

@@ -18,13 +18,13 @@ from fxpar.analysis.flops import matmul_flops
 from fxpar.analysis.ring import collective_seconds
 from fxpar.analysis.seconds import access_seconds, optimizer_seconds, product_seconds
 from fxpar.analysis.stored import materialised
-from fxpar.choice.options import Option, Options, Value
+from fxpar.choice.options import AxisOptions, Option, Value
 from fxpar.layout.layout import I, Placement
-from fxpar.layout.symbols import evaluate, names, product
+from fxpar.layout.symbolic_sizes import evaluate, names, product
 from fxpar.ops.coercion_table import coercion
 from fxpar.plan.cost import Cost
-from fxpar.program.coercions import computed_fraction, held_fraction, shared_fraction
 from fxpar.program.mixed import held_type
+from fxpar.program.placements import computed_fraction, held_fraction, shared_fraction
 from fxpar.program.program import Program, TensorType, output_types
 from fxpar.program.symbols import with_counted
 
@@ -48,7 +48,7 @@ class Prices:
     """
 
     program: Program
-    options: Options
+    options: AxisOptions
     cost: Cost
     width: int = _WIDTH
 

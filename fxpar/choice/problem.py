@@ -20,7 +20,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 from torch import fx
 
-from fxpar.choice.options import Option, Options, Value, value_of
+from fxpar.choice.options import AxisOptions, Option, Value, value_of
 from fxpar.choice.prices import Prices
 from fxpar.layout.layout import Placement
 
@@ -53,7 +53,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Problem:
-    """Options by number; their order is that of `Options.of`.
+    """Options by number; their order is that of `AxisOptions.of`.
 
     Attributes:
         costs: of each option of each node.
@@ -86,7 +86,7 @@ class Given:
 
 
 def problem_of(
-    graph: fx.Graph, options: Options, prices: Prices, ends: Mapping[Value, tuple[Placement, ...]]
+    graph: fx.Graph, options: AxisOptions, prices: Prices, ends: Mapping[Value, tuple[Placement, ...]]
 ) -> tuple[list[fx.Node], Problem]:
     """The nodes in the order of their positions, and the problem.
 
@@ -118,7 +118,7 @@ class _Writer:
     Options are told apart as objects: equal layers share them, and while a problem is written they stay.
     """
 
-    def __init__(self, options: Options, prices: Prices) -> None:
+    def __init__(self, options: AxisOptions, prices: Prices) -> None:
         self.options, self.prices = options, prices
         self._numbers: dict[Placement, int] = {}
         self._conversions: dict[tuple[Hashable, Placement, Placement], float | None] = {}
@@ -168,7 +168,7 @@ class _Writer:
         return self._outputs[id(options)]
 
 
-def _ordered(graph: fx.Graph, options: Options) -> list[fx.Node]:
+def _ordered(graph: fx.Graph, options: AxisOptions) -> list[fx.Node]:
     ordered: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node in options.of:
@@ -197,7 +197,7 @@ def cost_of(problem: Problem, picks: Sequence[int], constraints: Given | None = 
 
 
 @dataclass
-class _Model:
+class _MilpBuilder:
     """Rows and columns as they are collected."""
 
     costs: list[float] = field(default_factory=list)
@@ -224,7 +224,7 @@ class _Model:
 
 def minimum(problem: Problem, constraints: Given | None = None) -> tuple[int, ...] | None:
     """The cheapest option of each node; None where there is no choice."""
-    constraints, model = constraints or Given(), _Model()
+    constraints, model = constraints or Given(), _MilpBuilder()
     picks: list[dict[int, int]] = []
     for node, costs in enumerate(problem.costs):
         left = constraints.allowed.get(node, range(len(costs)))
@@ -241,7 +241,7 @@ def minimum(problem: Problem, constraints: Given | None = None) -> tuple[int, ..
 
 
 def _connect(
-    model: _Model,
+    model: _MilpBuilder,
     problem: Problem,
     constraints: Given,
     picks: Sequence[Mapping[int, int]],
@@ -281,7 +281,7 @@ def _connect(
     return bool(out)
 
 
-def _solved(model: _Model) -> np.ndarray | None:
+def _solved(model: _MilpBuilder) -> np.ndarray | None:
     """Values of the variables at the minimum; None where there is no solution."""
     shape = (len(model.lower), len(model.costs))
     matrix = csr_array((model.factors, (model.rows, model.columns)), shape=shape)

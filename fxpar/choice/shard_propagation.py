@@ -16,14 +16,14 @@ import torch
 from torch import fx
 
 from fxpar.layout.layout import Placement
-from fxpar.layout.symbols import Size, divide, product
+from fxpar.layout.symbolic_sizes import Size, divide, product
 from fxpar.ops.coercion_table import coercion
-from fxpar.program.coercions import unsettled
+from fxpar.program.placements import unsettled
 from fxpar.program.program import operands, output_types
-from fxpar.rules.memo import question
+from fxpar.rules.rule_cache import question
 from fxpar.rules.table import rule_of, seeded
-from fxpar.signatures.calls import call_of
 from fxpar.signatures.contraction import einsum_labels
+from fxpar.signatures.op_call import call_of
 from fxpar.signatures.rule import Labelling, Refusal, Signature
 
 _aten = torch.ops.aten
@@ -77,7 +77,7 @@ Arrived = Mapping[fx.Node, tuple[Placement, ...]]
 
 
 @dataclass(frozen=True)
-class Step:
+class PropagationStep:
     """What an operation makes of a shard of one of its operands.
 
     Attributes:
@@ -90,7 +90,7 @@ class Step:
     is_composite: bool
 
 
-class Operation:
+class PropagationNode:
     """What trails learnt of one operation, through which those of many parameters go.
 
     Attributes:
@@ -102,7 +102,7 @@ class Operation:
     def __init__(self, node: fx.Node) -> None:
         self.node, self.inputs = node, operands(node)
         self.by_heads = node.target in _BY_HEADS
-        self.steps: dict[tuple[int, int, Placement], Step] = {}
+        self.steps: dict[tuple[int, int, Placement], PropagationStep] = {}
 
     @cached_property
     def question(self) -> Hashable:
@@ -163,17 +163,17 @@ class Weights(set[fx.Node]):
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
         super().__init__(nodes)
-        self.operations: dict[fx.Node, Operation] = {}
-        self.answers: dict[tuple[int, Hashable, int, Placement], Step] = {}
+        self.operations: dict[fx.Node, PropagationNode] = {}
+        self.answers: dict[tuple[int, Hashable, int, Placement], PropagationStep] = {}
         self.placements: dict[Placement, Placement] = {}
         self.trails: dict[tuple[fx.Node, Placement, int], Trail] = {}
         self.rests: dict[tuple[fx.Node, tuple[Placement, ...], int], _Rest] = {}
 
-    def operation(self, node: fx.Node) -> Operation:
+    def operation(self, node: fx.Node) -> PropagationNode:
         """What trails learnt of an operation."""
         operation = self.operations.get(node)
         if operation is None:
-            operation = self.operations[node] = Operation(node)
+            operation = self.operations[node] = PropagationNode(node)
         return operation
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
@@ -307,7 +307,7 @@ def _is_inside_einsum(user: fx.Node, index: int, dim: int) -> bool:
     return label not in batched and bool(batched) and (label in labelling.summed or len(batched) > 1)
 
 
-def step_of(user: fx.Node, index: int, placement: Placement, n: int, weights: Weights) -> Step:
+def step_of(user: fx.Node, index: int, placement: Placement, n: int, weights: Weights) -> PropagationStep:
     """What an operation makes of a shard of its operand `index`, over n ranks."""
     operation, key = weights.operation(user), (n, index, placement)
     step = operation.steps.get(key)
@@ -320,14 +320,14 @@ def step_of(user: fx.Node, index: int, placement: Placement, n: int, weights: We
     return step
 
 
-def _judged(user: fx.Node, index: int, placement: Placement, n: int, weights: Weights) -> Step:
+def _judged(user: fx.Node, index: int, placement: Placement, n: int, weights: Weights) -> PropagationStep:
     rule, call = rule_of(user.target), call_of(user, n)
     signature, is_composite = seeded(call, index, placement)
     if not isinstance(signature, Refusal):  # equal placements are one object: they are compared at every meeting
         sides = (tuple(map(weights.placement, side)) for side in (signature.operands, signature.outputs))
         signature = Signature(*sides)
     labelling = rule.labels(call) if rule is not None and rule.labels else None
-    return Step(signature, isinstance(labelling, Labelling) and bool(labelling.summed), is_composite)
+    return PropagationStep(signature, isinstance(labelling, Labelling) and bool(labelling.summed), is_composite)
 
 
 def _note_product(trail: Trail, user: fx.Node, role: str, weights: Weights) -> None:

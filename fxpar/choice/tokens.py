@@ -21,12 +21,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from fxpar.choice.shard_propagation import Step, Trail, Weights, advance, step_of
+from fxpar.choice.shard_propagation import PropagationStep, Trail, Weights, advance, step_of
 from fxpar.layout.layout import Placement, shard
 from fxpar.program.parameter_flow import weights_of
 from fxpar.program.program import Program, describe, operands, output_types, tensor_type
 from fxpar.rules.table import rule_of
-from fxpar.signatures.calls import call_of
+from fxpar.signatures.op_call import call_of
 from fxpar.signatures.rule import Labelling, Refusal
 
 # Of each value the cuts over tokens that are known, one tuple of outputs for each dimension of an input.
@@ -97,7 +97,7 @@ def _spread(
     return reached, are_rows
 
 
-def _after(node: fx.Node, cut: Placement, step: Step) -> tuple[Placement | None, ...]:
+def _after(node: fx.Node, cut: Placement, step: PropagationStep) -> tuple[Placement | None, ...]:
     """What an operation makes of a cut. One that needs the dimension whole keeps it where it has as many dimensions."""
     kinds = output_types(node)
     if not isinstance(step.signature, Refusal):
@@ -108,7 +108,7 @@ def _after(node: fx.Node, cut: Placement, step: Step) -> tuple[Placement | None,
     )
 
 
-def _is_row(node: fx.Node, index: int, step: Step, weights: Weights) -> bool:
+def _is_row(node: fx.Node, index: int, step: PropagationStep, weights: Weights) -> bool:
     """Whether a cut of operand `index` is one of rows: of a product with a matrix that stays whole."""
     signature = step.signature
     if not step.is_sum or node in weights or isinstance(signature, Refusal) or not signature.outputs[0].is_shard:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fxpar.cli.options import Request, command
-from fxpar.cli.output import Report, Ui, amount, print_table, table, time_text
-from fxpar.cli.stages import is_pipeline
+from fxpar.cli.common_options import Request, command
+from fxpar.cli.output import CommandResult, Ui, amount, print_table, table, time_text
+from fxpar.cli.stage_programs import is_pipeline
 from fxpar.errors import InputError
 from fxpar.program.properties import Property
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from fxpar.analysis.balance import Received
     from fxpar.choice.cuts import Goals
-    from fxpar.choice.explain import Explanation
-    from fxpar.choice.stages import CutExplanation
+    from fxpar.choice.layout_explanation import Explanation
+    from fxpar.choice.stage_boundaries import CutExplanation
     from fxpar.cli.files import Start
     from fxpar.program.program import Program
 
@@ -49,13 +49,13 @@ def explain(
         str,
         typer.Argument(metavar="NODE|FQN", help="a node, parameter or module of the program, or a cut"),
     ],
-) -> Report:
+) -> CommandResult:
     """Says why a value is laid out as it is, in milliseconds of a training step, and what else it could be.
 
     Of a pipeline `cut 2`, or a value that stage 2 receives, says why that stage begins where it does.
     """
-    from fxpar.choice.explain import explain as explained
-    from fxpar.choice.explain import followed
+    from fxpar.choice.layout_explanation import explain as explained
+    from fxpar.choice.layout_explanation import followed
     from fxpar.choice.multi_axis import place
     from fxpar.cli.files import open_start, run_passes
     from fxpar.passes import DEFAULT_PASSES
@@ -96,13 +96,13 @@ def explain(
             for explanation in all_of_it:
                 _show(stdout, axis, explanation)
 
-    return Report(document, show)
+    return CommandResult(document, show)
 
 
-def _explain_cut(ui: Ui, start: Start, name: str) -> Report | None:
+def _explain_cut(ui: Ui, start: Start, name: str) -> CommandResult | None:
     """Why a cut lies where it does; None where the name is that of another node."""
     from fxpar.analysis.balance import stage_shares
-    from fxpar.choice.stages import explain_cut
+    from fxpar.choice.stage_boundaries import explain_cut
     from fxpar.cli.files import run_passes
     from fxpar.passes import DEFAULT_PASSES, partition_stages
     from fxpar.program.stages import crossings
@@ -125,7 +125,7 @@ def _explain_cut(ui: Ui, start: Start, name: str) -> Report | None:
             raise InputError("no stage but those behind the first has a cut", where=name, remedy=f"give 1 to {last}")
         explanation, received = explain_cut(program, stage), stage_shares(whole)[stage].received
     document = dataclasses.asdict(explanation) | {"received": [dataclasses.asdict(tensor) for tensor in received]}
-    return Report(document, lambda stdout: _show_cut(stdout, explanation, received))
+    return CommandResult(document, lambda stdout: _show_cut(stdout, explanation, received))
 
 
 def _show_cut(stdout: Console, cut: CutExplanation, received: Sequence[Received]) -> None:

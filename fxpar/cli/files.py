@@ -22,13 +22,13 @@ from torch import Tensor
 
 from fxpar.capture import Captured, check_samples
 from fxpar.capture.precision import cast_parameters
-from fxpar.cli.functions import import_functions, save_functions
+from fxpar.cli.common_options import EXAMPLE_FLAGS, MODE_FLAG, PLAN_FLAGS, Request
+from fxpar.cli.function_files import import_functions, save_functions
 from fxpar.cli.models import SAMPLES, LoadedModel, is_built, load_model
-from fxpar.cli.options import EXAMPLE_FLAGS, MODE_FLAG, PLAN_FLAGS, Request
 from fxpar.cli.output import Ui, is_file, write_text
 from fxpar.compile import capture_differentiable
 from fxpar.errors import InputError
-from fxpar.layout.symbols import evaluate
+from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.manager import Pass, PassManager
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program.dtypes import DTYPE_NAMES

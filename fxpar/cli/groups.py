@@ -15,9 +15,9 @@ from rich.columns import Columns
 from rich.console import Console, Group
 from rich.text import Text
 
-from fxpar.cli.grid import Panel, Row, colour, panels, rows, short, svg, tag
-from fxpar.cli.options import command, number_option
-from fxpar.cli.output import Report, Ui, print_table, table, write_text
+from fxpar.cli.common_options import command, number_option
+from fxpar.cli.mesh_diagram import Panel, Row, colour, panels, rows, short, svg, tag
+from fxpar.cli.output import CommandResult, Ui, print_table, table, write_text
 from fxpar.cli.plan_flags import whole_number
 from fxpar.errors import InputError, shown
 from fxpar.mesh.atoms import Groups
@@ -71,7 +71,7 @@ def groups(
         typer.Option(metavar="NAME", help="also this group: axes of one part (tp-pp, tp-ep) or embedding; repeatable"),
     ] = None,
     picture: Annotated[str | None, typer.Option("--svg", metavar="FILE", help="draw the grid into this file")] = None,
-) -> Report:
+) -> CommandResult:
     """Prints which ranks communicate with which, in the dense and in the expert part of a model."""
     mesh = Mesh(
         tp=tp,
@@ -90,7 +90,7 @@ def groups(
     return _report(mesh, group or (), None if picture is None else Path(picture))
 
 
-def _report(mesh: Mesh, more: Sequence[str], picture: Path | None) -> Report:
+def _report(mesh: Mesh, more: Sequence[str], picture: Path | None) -> CommandResult:
     """The groups that are always of interest, and more."""
     names: dict[str, list[str]] = {part: list(always) for part, always in _ALWAYS.items()}
     names[DENSE] += [name for factors in mesh.factors.values() for name, _ in factors]
@@ -110,7 +110,7 @@ def _report(mesh: Mesh, more: Sequence[str], picture: Path | None) -> Report:
         if picture is not None:
             stdout.print(Text(f"wrote {picture}"), soft_wrap=True)
 
-    return Report(document, show)
+    return CommandResult(document, show)
 
 
 def _levels(text: str | None) -> tuple[int, ...]:

@@ -15,11 +15,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fxpar.cli.build import warn_unsplit
-from fxpar.cli.options import Request, command
-from fxpar.cli.output import FAILED, FINE, Report, Ui, amount, print_table, table, time_text
+from fxpar.cli.common_options import Request, command
+from fxpar.cli.output import FAILED, FINE, CommandResult, Ui, amount, print_table, table, time_text
 from fxpar.cli.plan_flags import whole_number
-from fxpar.cli.stages import OfStage, check_stage, steps
+from fxpar.cli.program_commands import warn_unsplit
+from fxpar.cli.stage_programs import OfStage, check_stage, steps
 from fxpar.errors import InputError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def diff(
     sides: Annotated[
         list[str], typer.Argument(metavar="A B", help="two texts, or a dump folder and two of its passes")
     ],
-) -> Report:
+) -> CommandResult:
     """Compares two programs node by node; exit status 1 where they differ."""
     from fxpar.cli.files import read_text
 
@@ -57,7 +57,7 @@ def diff(
     def show(stdout: Console) -> None:
         _show_difference(stdout, document)
 
-    return Report(document, show, FINE if document["same"] else FAILED)
+    return CommandResult(document, show, FINE if document["same"] else FAILED)
 
 
 def _sides(sides: Sequence[str]) -> tuple[Path, Path]:
@@ -142,7 +142,7 @@ def comm(
     request: Request,
     size: Sizes = None,
     of_stage: OfStage = None,
-) -> Report:
+) -> CommandResult:
     """Lists every collective of a training step: bytes, seconds, what travels beside it and what stays exposed.
 
     Of a pipeline those of each stage's step of a microbatch; `fxpar report` says what crosses its cuts.
@@ -171,7 +171,7 @@ def comm(
             name = start.name if stage is None else f"{start.name}, stage {stage}"
             _show_comm(stdout, name, program, step_travels, values)
 
-    return Report(document, show)
+    return CommandResult(document, show)
 
 
 def _by_phase(travels: Sequence[Travel]) -> dict[str, dict[str, Any]]:
@@ -196,7 +196,7 @@ def sizes_of(program: Program, options: Sequence[str]) -> dict[str, int]:
     Raises:
         InputError: an unknown symbol, one twice, no positive integer, or sizes that no tensor has.
     """
-    from fxpar.report.build import check_countable
+    from fxpar.report.build_report import check_countable
 
     known: list[str] = [s.name for s in program.symbols]
     sizes: dict[str, int] = {}
@@ -221,7 +221,7 @@ def sizes_of(program: Program, options: Sequence[str]) -> dict[str, int]:
 
 
 def _show_comm(stdout: Console, name: str, program: Program, travels: Sequence[Travel], values: dict[str, int]) -> None:
-    from fxpar.analysis.collectives import layer_of
+    from fxpar.analysis.communication import layer_of
     from fxpar.program.program import note
 
     at = ", ".join(f"{symbol} = {value}" for symbol, value in values.items()) or "fixed sizes"
@@ -272,7 +272,7 @@ def _show_totals(stdout: Console, travels: Sequence[Travel]) -> None:
     print_table(stdout, "\ntotals", totals)
 
 
-def regions(ui: Ui, request: Request, size: Sizes = None, of_stage: OfStage = None) -> Report:
+def regions(ui: Ui, request: Request, size: Sizes = None, of_stage: OfStage = None) -> CommandResult:
     """Lists the parts of a training step that CUDA graphs can hold: what enters and leaves them, and what ends them."""
     from fxpar.analysis.capturable import capture_regions
     from fxpar.cli.files import open_start
@@ -287,7 +287,9 @@ def regions(ui: Ui, request: Request, size: Sizes = None, of_stage: OfStage = No
         "regions": [dataclasses.asdict(region) for region in all_regions],
         "boundaries": [dataclasses.asdict(boundary) for boundary in boundaries],
     }
-    return Report(document, lambda stdout: _show_regions(stdout, start.name, program, all_regions, boundaries, values))
+    return CommandResult(
+        document, lambda stdout: _show_regions(stdout, start.name, program, all_regions, boundaries, values)
+    )
 
 
 def _show_regions(

@@ -15,7 +15,7 @@ from typing import TextIO
 
 import typer
 
-from fxpar.cli import build, check, explain, groups, inspection, memory, schedule
+from fxpar.cli import explain, groups, inspection, memory, program_commands, schedule, verify_commands
 from fxpar.cli.output import BAD_INPUT, INTERRUPTED, print_error, print_json
 
 # What writing to a full disk or to a pipe that nobody reads raises.
@@ -33,7 +33,7 @@ def _application() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    for family in (build, check, explain, inspection, memory, groups, schedule):
+    for family in (program_commands, verify_commands, explain, inspection, memory, groups, schedule):
         family.register(app)
     return app
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from fxpar.cli.common_options import Request, command
 from fxpar.cli.inspection import Sizes, sizes_of
-from fxpar.cli.options import Request, command
-from fxpar.cli.output import Report, Ui
-from fxpar.cli.stages import OfStage, check_stage
+from fxpar.cli.output import CommandResult, Ui
+from fxpar.cli.stage_programs import OfStage, check_stage
 from fxpar.errors import InputError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def memory(
     optimizer: Optimizer = "adamw",
     device: Device = "cpu",
     of_stage: OfStage = None,
-) -> Report:
+) -> CommandResult:
     """Counts the memory of a rank: parameters, gradients, optimizer, activations and the peak of a training step.
 
     Of a pipeline it is that of each rank, or with --of-stage that of one microbatch on that stage.
@@ -57,12 +57,12 @@ def memory(
     document = figures.to_dict()
 
     def show(stdout: Console) -> None:
+        from fxpar.report.rich_tables import as_group
         from fxpar.report.sections import memory_sections, stage_sections, summary
-        from fxpar.report.text import as_group
 
         stdout.print(as_group([summary(figures), *stage_sections(figures), *memory_sections(figures)]))
 
-    return Report({key: document[key] for key in _MEMORY}, show)
+    return CommandResult({key: document[key] for key in _MEMORY}, show)
 
 
 def report(
@@ -72,7 +72,7 @@ def report(
     optimizer: Optimizer = "adamw",
     device: Device = "cpu",
     html: Annotated[str | None, typer.Option(metavar="FILE", help="write the report as one HTML file too")] = None,
-) -> Report:
+) -> CommandResult:
     """Reports on a split model: passes, collectives, memory a rank, and what is not split and why."""
     figures = _figures(ui, request, size or [], optimizer, device, checked=True)
     if html is not None:
@@ -87,7 +87,7 @@ def report(
             stdout.print(f"\nwritten to {html}", soft_wrap=True)
 
     document: dict[str, Any] = {**figures.to_dict(), "html": html}
-    return Report(document, show)
+    return CommandResult(document, show)
 
 
 def _figures(

@@ -27,7 +27,7 @@ FINE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 @dataclass(frozen=True)
-class Report:
+class CommandResult:
     """What a command found.
 
     Attributes:

@@ -13,14 +13,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fxpar.cli.options import command, number_option
-from fxpar.cli.output import Report, Ui, print_table, table, write_text
+from fxpar.cli.common_options import command, number_option
+from fxpar.cli.output import CommandResult, Ui, print_table, table, write_text
 from fxpar.cli.plan_flags import whole_number
 from fxpar.cli.timeline import grid, left_out, phases, svg
 from fxpar.errors import InputError, ScheduleError, shown
 from fxpar.schedule.arrays import order_array
-from fxpar.schedule.build import SCHEDULES, build_schedule
-from fxpar.schedule.schedule import Schedule
+from fxpar.schedule.builtin_schedules import SCHEDULES, build_schedule
+from fxpar.schedule.pipeline_schedule import Schedule
 from fxpar.schedule.simulate import Costs
 from fxpar.schedule.text import read_schedule
 from fxpar.schedule.verified import VerifiedSchedule, verified
@@ -59,7 +59,7 @@ def schedule(
     ] = None,
     rank: Annotated[int | None, number_option("only this rank: its order, warmup and activations in flight")] = None,
     picture: Annotated[str | None, typer.Option("--svg", metavar="FILE", help="draw all ranks into this file")] = None,
-) -> Report:
+) -> CommandResult:
     """Prints what each rank of a pipeline runs, and proves that all ranks together finish."""
     if file is None:
         schedule = _named(name, pp, microbatches, virtual_stages, group_size)
@@ -106,7 +106,7 @@ def _title(schedule: Schedule) -> str:
     return f"{schedule.name}: {schedule.pp} ranks{stages}, {schedule.microbatches} microbatches{groups}"
 
 
-def _report_one(proof: VerifiedSchedule, rank: int, picture: str | None, ui: Ui) -> Report:
+def _report_one(proof: VerifiedSchedule, rank: int, picture: str | None, ui: Ui) -> CommandResult:
     """The order of one rank; people read it as words, which can say every order."""
     schedule = proof.schedule
     document = {
@@ -125,10 +125,10 @@ def _report_one(proof: VerifiedSchedule, rank: int, picture: str | None, ui: Ui)
         stdout.print(Text(" ".join(map(str, schedule.ranks[rank]))))
         _show_picture(stdout, picture)
 
-    return Report(document, show)
+    return CommandResult(document, show)
 
 
-def _report_all(proof: VerifiedSchedule, picture: str | None) -> Report:
+def _report_all(proof: VerifiedSchedule, picture: str | None) -> CommandResult:
     schedule, timeline, costs = proof.schedule, proof.timeline, proof.costs
     document: dict[str, Any] = {
         "schedule": schedule.name,
@@ -161,7 +161,7 @@ def _report_all(proof: VerifiedSchedule, picture: str | None) -> Report:
         )
         _show_picture(stdout, picture)
 
-    return Report(document, show)
+    return CommandResult(document, show)
 
 
 def _rank(proof: VerifiedSchedule, rank: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from html import escape
 from rich.text import Text
 
 from fxpar.schedule.actions import MEANING, Action, Phase
-from fxpar.schedule.schedule import Schedule
+from fxpar.schedule.pipeline_schedule import Schedule
 from fxpar.schedule.verified import VerifiedSchedule
 
 # Of the first and the last chunk of a rank; all light enough for black text.

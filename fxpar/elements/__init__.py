@@ -5,8 +5,8 @@ booleans a `Predicate`, of numbers `Numbers`. What it does not know it says noth
 """
 
 from fxpar.elements.affine import index, never_negative
+from fxpar.elements.aten_elements import broadcast, elements
 from fxpar.elements.numbers import Element, Numbers
-from fxpar.elements.operations import broadcast, elements
 from fxpar.elements.predicate import FALSE, TRUE, Predicate
 
 __all__ = ["FALSE", "TRUE", "Element", "Numbers", "Predicate", "broadcast", "elements", "index", "never_negative"]

@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 
 import sympy
 
-from fxpar.layout.symbols import Size, simplify
+from fxpar.layout.symbolic_sizes import Size, simplify
 
 _MARK = "@"
 # Below these nothing overflows 64 bits: sizes stay far under 2^31.

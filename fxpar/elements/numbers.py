@@ -15,7 +15,7 @@ import torch
 
 from fxpar.elements.affine import UnknownElements, exact, indices, replaced
 from fxpar.elements.predicate import FALSE, TRUE, Predicate, at_least_zero, both, either, negated
-from fxpar.layout.symbols import Size, simplify
+from fxpar.layout.symbolic_sizes import Size, simplify
 
 # An integer affine in the indices, or a floating constant.
 Leaf: TypeAlias = Size | float

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import sympy
 
 from fxpar.elements.affine import UnknownElements, indices, never_negative, replaced
-from fxpar.layout.symbols import Size, simplify
+from fxpar.layout.symbolic_sizes import Size, simplify
 
 Clause: TypeAlias = frozenset[Size]
 _MOST = 16

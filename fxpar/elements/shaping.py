@@ -12,27 +12,27 @@ import torch
 from torch import fx
 
 from fxpar.elements.affine import UnknownElements, index, never_negative
-from fxpar.elements.calls import Call, converted, filled, spread
+from fxpar.elements.element_call import ElementCall, converted, filled, spread
 from fxpar.elements.numbers import Element, Numbers, as_numbers, as_predicate, chosen, constant, rounded
 from fxpar.elements.predicate import Predicate, at_least_zero, both
-from fxpar.layout.symbols import Size, simplify
+from fxpar.layout.symbolic_sizes import Size, simplify
 from fxpar.program.program import tensor_type
 
 
-def _arange(call: Call) -> Element:
+def _arange(call: ElementCall) -> Element:
     step = call.size("step", 1)
     return constant(rounded(simplify(call.size("start", 0) + step * index(0)), call.dtype))
 
 
-def _fill(value: Any) -> Callable[[Call], Element]:
+def _fill(value: Any) -> Callable[[ElementCall], Element]:
     return lambda call: filled(call.given["fill_value"] if value is None else value, call.dtype)
 
 
-def _same(call: Call) -> Element:
+def _same(call: ElementCall) -> Element:
     return call.own()[0]
 
 
-def _cast(call: Call) -> Element:
+def _cast(call: ElementCall) -> Element:
     element, kind = call.own()
     if call.dtype == torch.bool:
         return as_predicate(element, kind.shape)
@@ -41,11 +41,11 @@ def _cast(call: Call) -> Element:
     return converted(as_numbers(element, kind.shape), call.dtype, kind.shape)
 
 
-def _expand(call: Call) -> Element:
+def _expand(call: ElementCall) -> Element:
     return call.element("self")
 
 
-def _regrouped(call: Call) -> Element:
+def _regrouped(call: ElementCall) -> Element:
     """Views that only add or drop dimensions of size 1; any view of what is the same everywhere."""
     element, kind = call.own()
     if kind.dtype != call.dtype:  # the bits, as another type
@@ -59,7 +59,7 @@ def _regrouped(call: Call) -> Element:
     return element.replaced({index(a): index(b) for a, b in zip(before, after, strict=True)})
 
 
-def _permuted(call: Call) -> Element:
+def _permuted(call: ElementCall) -> Element:
     element, kind = call.own()
     rank = len(kind.shape)
     order = list(range(rank))
@@ -71,7 +71,7 @@ def _permuted(call: Call) -> Element:
     return element.replaced({index(source): index(dim) for dim, source in enumerate(order)})
 
 
-def _transposed(call: Call) -> Element:
+def _transposed(call: ElementCall) -> Element:
     element, kind = call.own()
     return element.replaced({index(0): index(1), index(1): index(0)}) if len(kind.shape) == 2 else element
 
@@ -85,7 +85,7 @@ def _from_start(position: Size, length: Size) -> Size:
     raise UnknownElements
 
 
-def _sliced(call: Call) -> Element:
+def _sliced(call: ElementCall) -> Element:
     """A start behind the end leaves no element; one before the first would be moved, and is not accepted."""
     element, kind = call.own()
     dim = call.dim("dim", len(kind.shape))
@@ -93,7 +93,7 @@ def _sliced(call: Call) -> Element:
     return element.replaced({index(dim): simplify(start + call.size("step", 1) * index(dim))})
 
 
-def _selected(call: Call) -> Element:
+def _selected(call: ElementCall) -> Element:
     element, kind = call.own()
     dim = call.dim("dim", len(kind.shape))
     position = _from_start(call.size("index"), kind.shape[dim])
@@ -101,7 +101,7 @@ def _selected(call: Call) -> Element:
     return element.replaced({index(dim): position, **later})
 
 
-def _indexed(call: Call) -> Element:
+def _indexed(call: ElementCall) -> Element:
     """Integer tensors for all leading dimensions, each proved to lie inside its dimension."""
     element, kind = call.own()
     tensors = call.given["indices"]
@@ -121,10 +121,10 @@ def _indexed(call: Call) -> Element:
     return element.replaced(values)
 
 
-def _triangle(sign: int) -> Callable[[Call], Element]:
+def _triangle(sign: int) -> Callable[[ElementCall], Element]:
     """tril (sign 1) keeps `col - row <= diagonal`, triu (sign -1) `col - row >= diagonal`."""
 
-    def operation(call: Call) -> Element:
+    def operation(call: ElementCall) -> Element:
         rows, cols = index(len(call.shape) - 2), index(len(call.shape) - 1)
         inside = at_least_zero(simplify(sign * (rows - cols + call.size("diagonal", 0))), call.shape)
         element = call.element("self")
@@ -135,7 +135,7 @@ def _triangle(sign: int) -> Callable[[Call], Element]:
     return operation
 
 
-SHAPING: Mapping[str, Callable[[Call], Element]] = {
+SHAPING: Mapping[str, Callable[[ElementCall], Element]] = {
     "arange": _arange,
     **dict.fromkeys(("full", "new_full", "full_like"), _fill(None)),
     **dict.fromkeys(("ones", "new_ones", "ones_like"), _fill(1)),

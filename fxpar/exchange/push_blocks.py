@@ -100,7 +100,7 @@ _SEND = """
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _KernelKey:
     """For which ranks and types a kernel is made."""
 
     size: int
@@ -133,7 +133,7 @@ def push_blocks(
         is_sent: whether the slots of this rank's area hold what the others sent.
     """
     program, size = read(text), len(areas)
-    kind = _Kind(size, rank, x.dtype, tuple(operand.dtype for operand in operands), not is_sent)
+    kind = _KernelKey(size, rank, x.dtype, tuple(operand.dtype for operand in operands), not is_sent)
     results, blocks = results_of(program, x, kind.operands), row_blocks(x, size)
     columns = triton.next_power_of_2(program.width)
     warps, tile = warps_of(columns), max(TILE // columns, 1)
@@ -165,11 +165,11 @@ def push_blocks(
 
 
 @cache
-def _kernel(text: str, kind: _Kind) -> Any:
+def _kernel(text: str, kind: _KernelKey) -> Any:
     return PyCodeCache.load(_source(read(text), kind)).push_blocks_kernel
 
 
-def _source(program: RowProgram, kind: _Kind) -> str:
+def _source(program: RowProgram, kind: _KernelKey) -> str:
     size, rank, row_code = kind.size, kind.rank, row_source(program, kind.total, kind.operands)
     others = [(rank + step) % size for step in range(1, size)]  # at no time do two ranks begin with the same one
     wide = wide_type(kind.total)
@@ -193,7 +193,7 @@ def _source(program: RowProgram, kind: _Kind) -> str:
     )
 
 
-def _sent(kind: _Kind, others: Sequence[int]) -> str:
+def _sent(kind: _KernelKey, others: Sequence[int]) -> str:
     """The programs that send to owners."""
     stores = []
     for owner in others:
@@ -208,7 +208,7 @@ def _sent(kind: _Kind, others: Sequence[int]) -> str:
     return _SEND.format(stores=indented(stores, 16), tell=indented(tell, 12))
 
 
-def _awaited(kind: _Kind, others: Sequence[int]) -> list[str]:
+def _awaited(kind: _KernelKey, others: Sequence[int]) -> list[str]:
     """Until a chunk is there from all."""
     lines = []
     for sender in others:

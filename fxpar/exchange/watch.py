@@ -43,7 +43,7 @@ class Board(Protocol):
 
 
 @dataclass
-class Watch:
+class Watchdog:
     """Looks whether the device comes on.
 
     Attributes:
@@ -107,7 +107,7 @@ class Watch:
             remedy="look at the output of the ranks that are named, or raise parallelize(timeout=…)",
         )
 
-    def start(self, prepare: Callable[[], None]) -> Watch:
+    def start(self, prepare: Callable[[], None]) -> Watchdog:
         """Looks from time to time, on a thread of its own.
 
         Args:

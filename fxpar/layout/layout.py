@@ -41,7 +41,7 @@ from functools import lru_cache
 
 from fxpar.errors import TextError
 from fxpar.layout.cached_hash import remembers_hash
-from fxpar.layout.symbols import Size, divide, parse_size, simplify
+from fxpar.layout.symbolic_sizes import Size, divide, parse_size, simplify
 
 
 @remembers_hash

@@ -21,7 +21,7 @@ from functools import lru_cache
 
 from fxpar.layout.layout import Layout, Piece, Placement, fits, share_of
 from fxpar.layout.shard_segments import pieces_of
-from fxpar.layout.symbols import Size, divide, simplify
+from fxpar.layout.symbolic_sizes import Size, divide, simplify
 
 Entry = tuple[str, Placement]
 

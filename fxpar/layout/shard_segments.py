@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from fxpar.layout.layout import Piece, Placement
-from fxpar.layout.symbols import Size, divide, product, simplify
+from fxpar.layout.symbolic_sizes import Size, divide, product, simplify
 
 
 def pieces_of(pieces: Sequence[Piece]) -> tuple[Piece, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxpar.layout.layout import Layout, Piece, Placement, share_of
 from fxpar.layout.nesting import local_shape
-from fxpar.layout.symbols import evaluate
+from fxpar.layout.symbolic_sizes import evaluate
 
 
 def block(whole: Tensor, placement: Placement, n: int, rank: int, sizes: Mapping[str, int] | None = None) -> Tensor:

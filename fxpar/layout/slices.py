@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from fxpar.layout.layout import Piece
 from fxpar.layout.shard_segments import pieces_of
-from fxpar.layout.symbols import Size, divide, sign, simplify
+from fxpar.layout.symbolic_sizes import Size, divide, sign, simplify
 
 
 def _stride_frame(

@@ -16,6 +16,7 @@ from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import all_reduce_coalesced, sum_gradients
 from fxpar.ops.expert_layer import experts
 from fxpar.ops.functions import function
+from fxpar.ops.global_size import size
 from fxpar.ops.host import item
 from fxpar.ops.operator import Operator, alike
 from fxpar.ops.random import attention, axis_index, dropout, uniform, uniform_like
@@ -23,7 +24,6 @@ from fxpar.ops.rank_dim import expand_over, sum_over
 from fxpar.ops.selective_dispatch import expand_needed, sum_needed
 from fxpar.ops.sent_rows import return_rows, send_rows, split_sizes
 from fxpar.ops.shard_over import shard_over
-from fxpar.ops.sizes import size
 from fxpar.ops.transfers import transfer
 from fxpar.ops.vocabulary import argmax, cross_entropy, embedding, log_softmax, logsumexp, nll_loss, topk
 from fxpar.ops.vocabulary_gradients import (

@@ -17,23 +17,23 @@ from torch import Tensor, fx
 from fxpar.layout.layout import P, Placement, R
 from fxpar.ops import sdpa
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run, Saving
+from fxpar.ops.operator import Gradients, LoweredCall, OnShapes, Operator, Reverse, Saving
 from fxpar.ops.random import indexed, own_bits_of_probabilities
 from fxpar.program.program import TensorType, note, output_types
 from fxpar.program.properties import Property
-from fxpar.signatures.calls import Call, bind_arguments, call_of
 from fxpar.signatures.engine import signature_of_summands
 from fxpar.signatures.matmul import attention_labels
+from fxpar.signatures.op_call import OpCall, bind_arguments, call_of
 from fxpar.signatures.rule import Check, Labelling, Labels, Refusal, Rule, Signature
 
 _NAMES = ("query", "key", "value", "mask")
 
 
-def _labels(call: Call) -> Labelling | Refusal:
+def _labels(call: OpCall) -> Labelling | Refusal:
     """As of attention; a value's columns are not cut, of which the sums of exponentials know nothing."""
     out, log_sum = call.outputs
     count = sum(name in _NAMES for name in call.names)
-    inner = Call(call.target, call.arguments, call.operands[:count], call.names[:count], (out,), call.n)
+    inner = OpCall(call.target, call.arguments, call.operands[:count], call.names[:count], (out,), call.n)
     labelling = attention_labels(inner)
     if isinstance(labelling, Refusal):
         return labelling
@@ -43,13 +43,13 @@ def _labels(call: Call) -> Labelling | Refusal:
     return Labelling(tuple(ins), (result, result[: len(log_sum.shape)]))
 
 
-def _gradient_labels(call: Call) -> Labelling | Refusal:
+def _gradient_labels(call: OpCall) -> Labelling | Refusal:
     """Heads and rows that an operand lacks are summed in its gradient."""
     kinds = dict(zip(call.names, call.operands, strict=True))
     names = tuple(name for name in _NAMES if name in kinds)
     operands = tuple(kinds[name] for name in names)
     out = kinds["out"]
-    labelling = attention_labels(Call(call.target, call.arguments, operands, names, (out,), call.n))
+    labelling = attention_labels(OpCall(call.target, call.arguments, operands, names, (out,), call.n))
     if isinstance(labelling, Refusal):
         return labelling
     by_name = {
@@ -65,7 +65,7 @@ def _gradient_labels(call: Call) -> Labelling | Refusal:
     return Labelling(ins, outs, frozenset(lacking))
 
 
-def _value_alone(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
+def _value_alone(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
     """The result is linear in the value, whose columns may be cut; the sums of exponentials know nothing of it."""
     value = placements[call.names.index("value")]
     if not _is_whole_beside(call, placements, ("value",)) or not _is_column(call, value):
@@ -74,7 +74,7 @@ def _value_alone(call: Call, placements: Sequence[Placement]) -> tuple[Placement
     return (P if value == P else value.at(out), R)
 
 
-def _gradient_of_value_alone(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
+def _gradient_of_value_alone(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
     """Scores get summands of their gradients from value and result, or from each column of these."""
     value, out, gradient = (placements[call.names.index(name)] for name in ("value", "out", "gradient"))
     if not _is_whole_beside(call, placements, ("value", "out", "gradient")) or not _is_column(call, value):
@@ -85,24 +85,24 @@ def _gradient_of_value_alone(call: Call, placements: Sequence[Placement]) -> tup
     return (P, P, R if value == P else value, *(P,) * (len(call.outputs) - 3))
 
 
-def _is_whole_beside(call: Call, placements: Sequence[Placement], names: Sequence[str]) -> bool:
+def _is_whole_beside(call: OpCall, placements: Sequence[Placement], names: Sequence[str]) -> bool:
     """Whether all operands but those named are whole; several may have one name, as the axes' indices do."""
     return all(p == R for name, p in zip(call.names, placements, strict=True) if name not in names)
 
 
-def _is_column(call: Call, value: Placement) -> bool:
+def _is_column(call: OpCall, value: Placement) -> bool:
     last = len(call.operands[call.names.index("value")].shape) - 1
     return value == P or (value.is_shard and value.dim == last and not value.is_shared and not value.is_padded)
 
 
 def _first_of(*checks: Check) -> Check:
-    def check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
+    def check(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
         return next((verdict for candidate in checks if (verdict := candidate(call, placements)) is not None), None)
 
     return check
 
 
-def _drawn(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+def _drawn(call: OpCall, placements: Sequence[Placement]) -> Refusal | None:
     return own_bits_of_probabilities(call, placements) if "rng" in call.names else None
 
 
@@ -115,7 +115,7 @@ def _with_summands(rule: Rule) -> Rule:
     assert rule.seed is not None
     seed = rule.seed
 
-    def seeded(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+    def seeded(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
         signature = seed(call, index, placement)
         if isinstance(signature, Refusal):
             return signature
@@ -159,23 +159,23 @@ def _drops(node: fx.Node, rank: OnRank, args: dict[str, Any]) -> tuple[Any, ...]
     return args["rng"], args["p"], rank.identity(node), rank.element_cuts(node)
 
 
-def _lower(node: fx.Node, rank: OnRank) -> Run:
+def _lower(node: fx.Node, rank: OnRank) -> LoweredCall:
     args = bind_arguments(node)
     options = (args["is_causal"], args["scale"], args["enable_gqa"])
-    return Run(saving_attention, (*(args[name] for name in _NAMES), _drops(node, rank, args), options))
+    return LoweredCall(saving_attention, (*(args[name] for name in _NAMES), _drops(node, rank, args), options))
 
 
-def _lower_backward(node: fx.Node, rank: OnRank) -> Run:
+def _lower_backward(node: fx.Node, rank: OnRank) -> LoweredCall:
     args = bind_arguments(node)
     options = (args["is_causal"], args["scale"], args["enable_gqa"])
     values = (args[name] for name in _ARGUMENTS_BACKWARD[:7])
-    return Run(attention_gradients, (*values, _drops(node, rank, args), options, args["of_mask"]))
+    return LoweredCall(attention_gradients, (*values, _drops(node, rank, args), options, args["of_mask"]))
 
 
 def saving_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, drops: Any, options: Any) -> Any:
     """`fxpar.attention_forward` as a lowered graph calls it."""
     dropout = sdpa.Drops(*drops) if drops else None
-    return sdpa.forward(query, key, value, mask, dropout, sdpa.Options(*options))
+    return sdpa.forward(query, key, value, mask, dropout, sdpa.SdpaOptions(*options))
 
 
 def attention_gradients(*args: Any) -> Any:
@@ -183,7 +183,7 @@ def attention_gradients(*args: Any) -> Any:
     query, key, value, gradient, out, log_sum, mask, drops, options, of_mask = args
     dropout = sdpa.Drops(*drops) if drops else None
     values = (query, key, value, gradient, out, log_sum, mask)
-    return sdpa.backward(*values, dropout, sdpa.Options(*options), of_mask)
+    return sdpa.backward(*values, dropout, sdpa.SdpaOptions(*options), of_mask)
 
 
 def _derivative(reverse: Reverse) -> Gradients:

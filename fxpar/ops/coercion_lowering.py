@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.layout.layout import Placement
-from fxpar.layout.symbols import Size, product, simplify
+from fxpar.layout.symbolic_sizes import Size, product, simplify
 from fxpar.ops import factored, peer_memory, process_group
 from fxpar.ops.collectives import Group, arrived, start_sum
-from fxpar.ops.factored import Shared, restored, summand
+from fxpar.ops.factored import SharedSegment, restored, summand
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import Crossing, OnShapes, Run, Sent
-from fxpar.program.coercions import shared_fraction
+from fxpar.ops.operator import CollectiveSite, LoweredCall, OnShapes, Sent
+from fxpar.program.placements import shared_fraction
 from fxpar.program.program import TensorType, note, operands, output_types
 
 # ---------------------------------------------------------------------- shapes and traffic
@@ -33,7 +33,7 @@ def shape(call: OnShapes) -> Tensor:
     return call.outputs[0]
 
 
-def traffic(crossing: Crossing) -> Iterator[Sent]:
+def traffic(crossing: CollectiveSite) -> Iterator[Sent]:
     """What the record sends. Each collective takes the whole value, with the padding of both cuts."""
     target, (before,), (after,) = crossing.call.target, crossing.before, crossing.after
     forward, backward = target.sends
@@ -46,7 +46,7 @@ def traffic(crossing: Crossing) -> Iterator[Sent]:
         yield Sent(backward, _phase(crossing, "backward"), _bytes(backward_kind, after, cuts))
 
 
-def exchange_traffic(crossing: Crossing) -> Iterator[Sent]:
+def exchange_traffic(crossing: CollectiveSite) -> Iterator[Sent]:
     """One dimension is cut anew by way of the whole, each way from the other cut."""
     (before,), (after,) = crossing.before, crossing.after
     if before.dim != after.dim:
@@ -59,7 +59,7 @@ def exchange_traffic(crossing: Crossing) -> Iterator[Sent]:
             yield Sent("all_gather", _phase(crossing, phase), _bytes(kind, after, padded))
 
 
-def bucket_traffic(crossing: Crossing) -> Iterator[Sent]:
+def bucket_traffic(crossing: CollectiveSite) -> Iterator[Sent]:
     """All gradients at once; it leaves out what the loss does not reach."""
     kinds = crossing.stored if crossing.of_parameters else crossing.call.outputs
     entries = zip(kinds, crossing.after, crossing.reached, strict=True)
@@ -68,13 +68,13 @@ def bucket_traffic(crossing: Crossing) -> Iterator[Sent]:
         yield Sent("all_reduce", _phase(crossing, "backward"), size)
 
 
-def coalesced_traffic(crossing: Crossing) -> Iterator[Sent]:
+def coalesced_traffic(crossing: CollectiveSite) -> Iterator[Sent]:
     """All gradients at once."""
     pairs = zip(crossing.call.outputs, crossing.after, strict=True)
     yield Sent("all_reduce", "forward", simplify(sum(_bytes(kind, placement, []) for kind, placement in pairs)))
 
 
-def _phase(crossing: Crossing, phase: str) -> str:
+def _phase(crossing: CollectiveSite, phase: str) -> str:
     return "parameter" if crossing.of_parameters else phase
 
 
@@ -93,92 +93,92 @@ def _bytes(kind: TensorType, placement: Placement, cuts: Sequence[Placement]) ->
 # ---------------------------------------------------------------------- lowering
 
 
-def as_it_is(node: fx.Node, rank: OnRank) -> Run:
+def as_it_is(node: fx.Node, rank: OnRank) -> LoweredCall:
     """The value itself."""
-    return Run(process_group.same, (node.args[0],))
+    return LoweredCall(process_group.same, (node.args[0],))
 
 
-def first_only(node: fx.Node, rank: OnRank) -> Run:
+def first_only(node: fx.Node, rank: OnRank) -> LoweredCall:
     """The value on the first rank, zeros on the others."""
-    return Run(process_group.first_only, (node.args[0], rank.ranks(node).index))
+    return LoweredCall(process_group.first_only, (node.args[0], rank.ranks(node).index))
 
 
-def lower_sum(node: fx.Node, rank: OnRank) -> Run:
+def lower_sum(node: fx.Node, rank: OnRank) -> LoweredCall:
     """An all-reduce."""
     ranks = rank.ranks(node)
     if ranks.copies is not None and note(node).one_shot:
-        return Run(peer_memory.sum_in_one_shot, (node.args[0], *ranks.copies))
+        return LoweredCall(peer_memory.sum_in_one_shot, (node.args[0], *ranks.copies))
     if ranks.copies is not None:
-        return Run(
+        return LoweredCall(
             peer_memory.start_sum,
             (node.args[0], *ranks.copies),
             finish=peer_memory.summed,
             rest=ranks.copies,
         )
-    return Run(
+    return LoweredCall(
         process_group.start_sum,
         (node.args[0], ranks.group, ranks.size),
         finish=process_group.summed,
     )
 
 
-def lower_gather(node: fx.Node, rank: OnRank) -> Run:
+def lower_gather(node: fx.Node, rank: OnRank) -> LoweredCall:
     """An all-gather of the blocks, put in their places."""
     ranks, (source, _) = rank.ranks(node), _sides(node, rank)
     if ranks.copies is not None:
         rest = (*rank.cut(source), *ranks.copies)
-        return Run(
+        return LoweredCall(
             peer_memory.start_gather,
             (node.args[0], *ranks.copies),
             finish=peer_memory.gathered,
             rest=rest,
         )
     start = (node.args[0], ranks.group, ranks.size)
-    return Run(process_group.start_gather, start, finish=process_group.gathered, rest=rank.cut(source))
+    return LoweredCall(process_group.start_gather, start, finish=process_group.gathered, rest=rank.cut(source))
 
 
-def lower_scatter(node: fx.Node, rank: OnRank) -> Run:
+def lower_scatter(node: fx.Node, rank: OnRank) -> LoweredCall:
     """A reduce-scatter of the blocks."""
     ranks, (_, result) = rank.ranks(node), _sides(node, rank)
     if ranks.copies is not None:
         sends = (node.args[0], *rank.cut(result), ranks.size, *ranks.copies)
-        return Run(peer_memory.start_scatter, sends, finish=peer_memory.scattered, rest=ranks.copies)
+        return LoweredCall(peer_memory.start_scatter, sends, finish=peer_memory.scattered, rest=ranks.copies)
     start = (node.args[0], *rank.cut(result), ranks.group, ranks.size)
-    return Run(process_group.start_scatter, start, finish=process_group.scattered)
+    return LoweredCall(process_group.start_scatter, start, finish=process_group.scattered)
 
 
-def lower_take(node: fx.Node, rank: OnRank) -> Run:
+def lower_take(node: fx.Node, rank: OnRank) -> LoweredCall:
     """The rank's block, or its part of a block that others share."""
     ranks, (_, result) = rank.ranks(node), _sides(node, rank)
     if result.is_shared:
         return lower_take_part(node, rank)
-    return Run(process_group.take, (node.args[0], *rank.cut(result), ranks.group, ranks.size, ranks.index))
+    return LoweredCall(process_group.take, (node.args[0], *rank.cut(result), ranks.group, ranks.size, ranks.index))
 
 
-def lower_pad(node: fx.Node, rank: OnRank) -> Run:
+def lower_pad(node: fx.Node, rank: OnRank) -> LoweredCall:
     """The rank's block in its place among zeros."""
     ranks, (source, _) = rank.ranks(node), _sides(node, rank)
-    return Run(process_group.pad, (node.args[0], *rank.cut(source), ranks.group, ranks.size, ranks.index))
+    return LoweredCall(process_group.pad, (node.args[0], *rank.cut(source), ranks.group, ranks.size, ranks.index))
 
 
 def _sides(node: fx.Node, rank: OnRank) -> tuple[Placement, Placement]:
     return rank.placed(operands(node)[0], node), rank.placed(node, node)
 
 
-def lower_take_part(node: fx.Node, rank: OnRank) -> Run:
+def lower_take_part(node: fx.Node, rank: OnRank) -> LoweredCall:
     """The rank's part of a block, or of the whole, that others share."""
     ranks, (source, result) = rank.ranks(node), _sides(node, rank)
     pieces = rank.shared(source, result, ranks.size)
-    return Run(factored.take_part, (node.args[0], result.dim, pieces, ranks.index))
+    return LoweredCall(factored.take_part, (node.args[0], result.dim, pieces, ranks.index))
 
 
-def lower_all_to_all(node: fx.Node, rank: OnRank) -> Run:
+def lower_all_to_all(node: fx.Node, rank: OnRank) -> LoweredCall:
     """An all-to-all; of one dimension that is cut anew, an all-gather."""
     ranks, (source, result) = rank.ranks(node), _sides(node, rank)
     before, after, where = rank.cut(source), rank.cut(result), (ranks.group, ranks.size)
     if source.dim == result.dim:
         rest = (before, after, *where, ranks.index)
-        return Run(
+        return LoweredCall(
             process_group.start_gather,
             (node.args[0], *where),
             finish=process_group.recut,
@@ -186,13 +186,13 @@ def lower_all_to_all(node: fx.Node, rank: OnRank) -> Run:
         )
     if ranks.copies is not None:
         start = (node.args[0], *after, ranks.size, *ranks.copies)
-        return Run(
+        return LoweredCall(
             peer_memory.start_exchange,
             start,
             finish=peer_memory.exchanged,
             rest=(*before, *ranks.copies),
         )
-    return Run(
+    return LoweredCall(
         process_group.start_exchange,
         (node.args[0], *after, *where),
         finish=process_group.exchanged,
@@ -200,28 +200,28 @@ def lower_all_to_all(node: fx.Node, rank: OnRank) -> Run:
     )
 
 
-def lower_sum_gradients(node: fx.Node, rank: OnRank) -> Run:
+def lower_sum_gradients(node: fx.Node, rank: OnRank) -> LoweredCall:
     """All values as they are."""
-    return Run(sum_gradients, (list(node.args),))
+    return LoweredCall(sum_gradients, (list(node.args),))
 
 
-def lower_pad_part(node: fx.Node, rank: OnRank) -> Run:
+def lower_pad_part(node: fx.Node, rank: OnRank) -> LoweredCall:
     """The rank's part in its place in a block that others share."""
     ranks, (source, result) = rank.ranks(node), _sides(node, rank)
     pieces = rank.shared(result.plain, source.plain, ranks.size)
-    return Run(factored.pad_part, (node.args[0], source.dim, pieces, ranks.index))
+    return LoweredCall(factored.pad_part, (node.args[0], source.dim, pieces, ranks.index))
 
 
-def lower_sum_shared(node: fx.Node, rank: OnRank) -> Run:
+def lower_sum_shared(node: fx.Node, rank: OnRank) -> LoweredCall:
     """An all-reduce of what ranks share, each block in its place."""
     ranks, (source, _) = rank.ranks(node), _sides(node, rank)
     cut = source.dim, rank.shared(source.plain, source.plain, ranks.size)
     start, rest = (*cut, ranks.group, ranks.size, ranks.index), (*cut, ranks.size, ranks.index)
     x = node.args[0]
-    return Run(factored.start_sum_shared, (x, *start), finish=factored.sum_shared, rest=(x, *rest))
+    return LoweredCall(factored.start_sum_shared, (x, *start), finish=factored.sum_shared, rest=(x, *rest))
 
 
-def lower_coalesced(node: fx.Node, rank: OnRank) -> Run:
+def lower_coalesced(node: fx.Node, rank: OnRank) -> LoweredCall:
     """One all-reduce of all values, shared blocks in their places."""
     ranks, cuts = rank.ranks(node), list[Held]()
     for source in operands(node):
@@ -230,7 +230,7 @@ def lower_coalesced(node: fx.Node, rank: OnRank) -> Run:
         cuts.append((placement.dim, pieces) if placement.is_shard else None)
     args = list(node.args), cuts
     rest = (*args, ranks.size, ranks.index)
-    return Run(
+    return LoweredCall(
         start_sums,
         (*args, ranks.group, ranks.size, ranks.index),
         finish=sums,
@@ -238,8 +238,8 @@ def lower_coalesced(node: fx.Node, rank: OnRank) -> Run:
     )
 
 
-# Dimension and pieces of a weight of which ranks share blocks, as tuples of `Shared`'s fields; None of one that every
-# rank holds whole.
+# Dimension and pieces of a weight of which ranks share blocks, as tuples of `SharedSegment`'s fields; None of one that
+# every rank holds whole.
 Held = tuple[int, Sequence[Sequence[Any]]] | None
 
 
@@ -272,5 +272,5 @@ def _parts(gradients: Sequence[Tensor], cuts: Sequence[Held], size: int, index: 
         yield gradient if item is None else summand(gradient, *_pieces(item), size, index)
 
 
-def _pieces(item: tuple[int, Sequence[Sequence[Any]]]) -> tuple[int, list[Shared]]:
-    return item[0], [Shared(*piece) for piece in item[1]]
+def _pieces(item: tuple[int, Sequence[Sequence[Any]]]) -> tuple[int, list[SharedSegment]]:
+    return item[0], [SharedSegment(*piece) for piece in item[1]]

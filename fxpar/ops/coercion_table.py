@@ -31,7 +31,7 @@ from fxpar.ops.coercions import (
     take_part,
 )
 from fxpar.ops.operator import Operator
-from fxpar.program.coercions import is_finer, unsettled
+from fxpar.program.placements import is_finer, unsettled
 
 
 @dataclass(frozen=True)

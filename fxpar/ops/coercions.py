@@ -48,8 +48,8 @@ from fxpar.ops.coercion_lowering import (
     traffic,
 )
 from fxpar.ops.operator import Gradients, Operator, Reverse
-from fxpar.program.coercions import dual
 from fxpar.program.parameter_flow import owner_of
+from fxpar.program.placements import dual
 from fxpar.program.program import TensorType, note, operands, output_layouts, output_types
 from fxpar.program.properties import Property
 from fxpar.program.stages import is_received

@@ -16,11 +16,11 @@ import torch
 from torch import fx
 
 from fxpar.layout.layout import Layout
-from fxpar.layout.symbols import simplify
+from fxpar.layout.symbolic_sizes import simplify
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import IN_BACKWARD, all_reduce_coalesced, sum_gradients
-from fxpar.program.coercions import in_backward
 from fxpar.program.operators import GraphOperator
+from fxpar.program.placements import in_backward
 from fxpar.program.program import Program, ScalarType, note, operands, output_layouts
 from fxpar.program.structural_key import plain
 

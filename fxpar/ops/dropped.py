@@ -32,10 +32,10 @@ def _dropout(
     ranks: int,
     unit: int,
 ) -> Tensor:
-    """Dropout of a contiguous tensor; for the others see `fxpar.ops.kernels.Cut`."""
+    """Dropout of a contiguous tensor; for the others see `fxpar.ops.kernels.DropoutShard`."""
     from fxpar.ops import kernels
 
-    return kernels.dropout(x, kernels.Cut(rng, rank, offset, identity, p, origin, run, ranks, unit))
+    return kernels.dropout(x, kernels.DropoutShard(rng, rank, offset, identity, p, origin, run, ranks, unit))
 
 
 @_dropout.register_fake
@@ -71,7 +71,7 @@ def drawn_words(
     """Which of the `count` elements of a tensor stay, a bit each: i32[ceil(count / 32)]; others as of dropout."""
     from fxpar.ops import kernels
 
-    return kernels.draw(kernels.Cut(rng, rank, offset, identity, p, origin, run, ranks, unit), count)
+    return kernels.draw(kernels.DropoutShard(rng, rank, offset, identity, p, origin, run, ranks, unit), count)
 
 
 @drawn_words.register_fake

@@ -20,7 +20,7 @@ from fxpar.ops.collectives import Group, arrived, start_sum
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedSegment:
     """One piece of a cut in a rank's tensor.
 
     Attributes:
@@ -36,7 +36,7 @@ class Shared:
     parts: int = 1
 
 
-Pieces = Sequence[Shared]
+Pieces = Sequence[SharedSegment]
 
 
 def _segments(x: Tensor, dim: int, lengths: Sequence[int | None]) -> list[Tensor]:
@@ -76,14 +76,14 @@ def restored(grad: Tensor, total: Tensor, dim: int, pieces: Pieces, n: int, inde
     return torch.cat(parts, dim)
 
 
-def _part(index: Tensor, piece: Shared) -> Tensor:
+def _part(index: Tensor, piece: SharedSegment) -> Tensor:
     """Which part of its block a rank keeps: neighbours that share the part count as one."""
     return index % piece.copies // (piece.copies // piece.parts)
 
 
 def take_part(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Tensor) -> Tensor:
-    """`fxpar.take_part`: each rank keeps its part of its blocks; pieces as tuples of `Shared`'s fields."""
-    shared = [Shared(*p) for p in pieces]
+    """`fxpar.take_part`: each rank keeps its part of its blocks; pieces as tuples of `SharedSegment`'s fields."""
+    shared = [SharedSegment(*p) for p in pieces]
     parts = []
     for piece, part in zip(shared, _segments(x, dim, [piece.length for piece in shared]), strict=True):
         parts.append(part if piece.parts == 1 else _picked(part, dim, piece.outer, piece.parts, _part(index, piece)))
@@ -91,8 +91,8 @@ def take_part(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Tenso
 
 
 def pad_part(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Tensor) -> Tensor:
-    """`fxpar.pad_part`; pieces are those of the result, as tuples of `Shared`'s fields."""
-    shared = [Shared(*p) for p in pieces]
+    """`fxpar.pad_part`; pieces are those of the result, as tuples of `SharedSegment`'s fields."""
+    shared = [SharedSegment(*p) for p in pieces]
     lengths = [None if piece.length is None else piece.length // piece.parts for piece in shared]
     parts = []
     for piece, part in zip(shared, _segments(x, dim, lengths), strict=True):
@@ -103,12 +103,12 @@ def pad_part(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Tensor
 def start_sum_shared(
     x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], group: str, size: int, index: Tensor
 ) -> Tensor:
-    """`fxpar.sum_shared`, on its way; pieces as tuples of `Shared`'s fields."""
-    return start_sum(summand(x, dim, [Shared(*p) for p in pieces], size, index), Group(group, size))
+    """`fxpar.sum_shared`, on its way; pieces as tuples of `SharedSegment`'s fields."""
+    return start_sum(summand(x, dim, [SharedSegment(*p) for p in pieces], size, index), Group(group, size))
 
 
 def sum_shared(
     started: Tensor, x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], size: int, index: Tensor
 ) -> Tensor:
     """Of `start_sum_shared`."""
-    return restored(x, arrived(started), dim, [Shared(*p) for p in pieces], size, index)
+    return restored(x, arrived(started), dim, [SharedSegment(*p) for p in pieces], size, index)

@@ -13,14 +13,14 @@ from torch import fx
 
 from fxpar.layout.layout import Placement
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import OnShapes, Operator, Run
+from fxpar.ops.operator import LoweredCall, OnShapes, Operator
 from fxpar.signatures.autograd_functions import impurity, resolve_function
-from fxpar.signatures.calls import Call
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import pointwise_labels, pointwise_rules
 from fxpar.signatures.rule import Labelling, Refusal, Rule
 
 
-def why_whole(call: Call) -> str:
+def why_whole(call: OpCall) -> str:
     """Why a function takes whole operands; empty where it is element-wise, as a trace of forward and backward shows."""
     path = call.get("path")
     in_lists = set(call.names) & set(call.arguments)
@@ -30,19 +30,19 @@ def why_whole(call: Call) -> str:
     return f"{path} {other}, so it is not known to be element-wise" if other else ""
 
 
-def _labels(call: Call) -> Labelling | Refusal:
+def _labels(call: OpCall) -> Labelling | Refusal:
     """Element-wise where that is proved."""
     reason = why_whole(call)
     return Refusal(reason) if reason else pointwise_labels(call)
 
 
-def _check(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+def _check(call: OpCall, placements: Sequence[Placement]) -> Refusal | None:
     if any(p.kind == "P" for p in placements):
         return Refusal("the author's function is not known to be linear: reduce the partial (P) value first")
     return None
 
 
-def _uncounted(call: Call) -> str:
+def _uncounted(call: OpCall) -> str:
     """An element-wise function multiplies no matrices; another may."""
     return str(call.get("path")) if isinstance(_labels(call), Refusal) else ""
 
@@ -51,7 +51,7 @@ def _shape(call: OnShapes) -> Any:
     return resolve_function(str(call.kwargs["path"])).apply(*call.args)
 
 
-def _lower(node: fx.Node, rank: OnRank) -> Run:
+def _lower(node: fx.Node, rank: OnRank) -> LoweredCall:
     path = str(node.kwargs["path"])
     apply = resolve_function(path).apply
 
@@ -60,7 +60,7 @@ def _lower(node: fx.Node, rank: OnRank) -> Run:
 
     # FX writes calls by name: each function needs one of its own.
     call.__name__ = call.__qualname__ = path.replace(".", "_")
-    return Run(call, node.args)
+    return LoweredCall(call, node.args)
 
 
 @partial(Operator, rule=Rule(_labels, check=_check), shape=_shape, lower=_lower, uncounted=_uncounted, whole=why_whole)

@@ -28,7 +28,7 @@ _ROWS = 32  # the efficient kernel has room for so many rows of sums at a time
 
 
 @dataclass(frozen=True)
-class Call:
+class SdpaCall:
     """A call of attention without dropout.
 
     Attributes:
@@ -55,11 +55,11 @@ class Kernel:
             value.
     """
 
-    forward: Callable[[Call], tuple[Tensor, Tensor]]
-    backward: Callable[[Call, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+    forward: Callable[[SdpaCall], tuple[Tensor, Tensor]]
+    backward: Callable[[SdpaCall, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 
-def kernel(call: Call) -> Kernel | None:
+def kernel(call: SdpaCall) -> Kernel | None:
     """The kernel for a call, None where the plain form is to be computed."""
     query, key, value = call.query, call.key, call.value
     if any(x.dim() != 4 for x in (query, key, value)) or query.shape[0] != key.shape[0]:
@@ -84,7 +84,7 @@ def kernel(call: Call) -> Kernel | None:
     return None
 
 
-def _of_any_gpu(call: Call) -> Kernel | None:
+def _of_any_gpu(call: SdpaCall) -> Kernel | None:
     """What NVIDIA GPUs of the last years have, for a call on shapes alone: nothing can be asked of a device.
 
     On the newest PyTorch prefers cuDNN's, which gives the same results: tensors of the same sizes.
@@ -99,13 +99,13 @@ def _of_any_gpu(call: Call) -> Kernel | None:
 # ---------------------------------------------------------------------- CPU
 
 
-def _cpu(call: Call) -> tuple[Tensor, Tensor]:
+def _cpu(call: SdpaCall) -> tuple[Tensor, Tensor]:
     args = (call.query, call.key, call.value, 0.0, call.is_causal)
     output, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(*args, attn_mask=call.mask, scale=call.scale)
     return output, log_sum
 
 
-def _cpu_backward(call: Call, gradient: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
+def _cpu_backward(call: SdpaCall, gradient: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
     args = (gradient, call.query, call.key, call.value, out, log_sum, 0.0, call.is_causal)
     gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, attn_mask=call.mask, scale=call.scale)
     return tuple(gradients)
@@ -114,25 +114,25 @@ def _cpu_backward(call: Call, gradient: Tensor, out: Tensor, log_sum: Tensor) ->
 # ---------------------------------------------------------------------- CUDA
 
 
-def _no_bits(call: Call, dtype: torch.dtype, *shape: int) -> Tensor:
+def _no_bits(call: SdpaCall, dtype: torch.dtype, *shape: int) -> Tensor:
     """In place of the state of a generator, of which nothing is drawn."""
     return torch.zeros(shape, dtype=dtype, device=call.query.device)
 
 
-def _flash(call: Call) -> tuple[Tensor, Tensor]:
+def _flash(call: SdpaCall) -> tuple[Tensor, Tensor]:
     args = (call.query, call.key, call.value, 0.0, call.is_causal, False)
     outputs: Any = aten._scaled_dot_product_flash_attention(*args, scale=call.scale)
     return outputs[0], outputs[1]
 
 
-def _flash_backward(call: Call, gradient: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
+def _flash_backward(call: SdpaCall, gradient: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
     lengths = (None, None, call.query.shape[-2], call.key.shape[-2])
     args = (gradient, call.query, call.key, call.value, out, log_sum, *lengths, 0.0, call.is_causal)
     state = _no_bits(call, torch.uint64, 2), _no_bits(call, torch.uint64)
     return tuple(aten._scaled_dot_product_flash_attention_backward(*args, *state, scale=call.scale))
 
 
-def _bias(call: Call) -> Tensor | None:
+def _bias(call: SdpaCall) -> Tensor | None:
     """A mask in memory of which each row begins where the kernels want it."""
     if call.mask is None:
         return None
@@ -142,14 +142,14 @@ def _bias(call: Call) -> Tensor | None:
     return functional.pad(whole, [0, spare])[..., : shape[-1]] if spare else whole
 
 
-def _efficient(call: Call) -> tuple[Tensor, Tensor]:
+def _efficient(call: SdpaCall) -> tuple[Tensor, Tensor]:
     key, value = (_repeated(x, call) for x in (call.key, call.value))
     args = (call.query, key, value, _bias(call), True, 0.0, call.is_causal)
     outputs: Any = aten._scaled_dot_product_efficient_attention(*args, scale=call.scale)
     return outputs[0], outputs[1][..., : call.query.shape[-2]].contiguous()
 
 
-def _efficient_backward(call: Call, gradient: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
+def _efficient_backward(call: SdpaCall, gradient: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
     key, value = (_repeated(x, call) for x in (call.key, call.value))
     sums = functional.pad(log_sum, [0, -log_sum.shape[-1] % _ROWS])
     state = _no_bits(call, torch.int64), _no_bits(call, torch.int64)
@@ -159,13 +159,13 @@ def _efficient_backward(call: Call, gradient: Tensor, out: Tensor, log_sum: Tens
     return of_query, _summed(of_key, call.key), _summed(of_value, call.value)
 
 
-def _cudnn(call: Call) -> tuple[Tensor, Tensor]:
+def _cudnn(call: SdpaCall) -> tuple[Tensor, Tensor]:
     args = (call.query, call.key, call.value, _bias(call), True, 0.0, call.is_causal, False)
     outputs: Any = aten._scaled_dot_product_cudnn_attention(*args, scale=call.scale)
     return outputs[0], outputs[1].reshape(call.query.shape[:-1])
 
 
-def _cudnn_backward(call: Call, gradient: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
+def _cudnn_backward(call: SdpaCall, gradient: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
     state = _no_bits(call, torch.int64), _no_bits(call, torch.int64)
     lengths = (None, None, call.query.shape[-2], call.key.shape[-2])
     args = (gradient, call.query, call.key, call.value, out, log_sum.unsqueeze(-1), *state, _bias(call), *lengths)
@@ -173,7 +173,7 @@ def _cudnn_backward(call: Call, gradient: Tensor, out: Tensor, log_sum: Tensor) 
     return tuple(kernel(*args, 0.0, call.is_causal, scale=call.scale))
 
 
-def _repeated(x: Tensor, call: Call) -> Tensor:
+def _repeated(x: Tensor, call: SdpaCall) -> Tensor:
     """Key or value with a head for each of the query's."""
     heads = call.query.shape[-3]
     return x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import OnShapes, Operator, Run
-from fxpar.signatures.calls import Call
+from fxpar.ops.operator import LoweredCall, OnShapes, Operator
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.rule import Labelling, Rule
 
 
@@ -40,7 +40,7 @@ def _gradient(ctx: Any, gradient: Any) -> None:
 _item.register_autograd(_gradient, setup_context=_ends_gradients)
 
 
-def _labels(call: Call) -> Labelling:
+def _labels(call: OpCall) -> Labelling:
     return Labelling((tuple(None for _ in call.operands[0].shape),), ((),))
 
 
@@ -51,8 +51,8 @@ def _shape(call: OnShapes) -> Tensor:
     return torch.empty((), dtype=torch.float64, device="meta")
 
 
-def _lower(node: fx.Node, rank: OnRank) -> Run:
-    return Run(torch.ops.fxpar.item.default, node.args)
+def _lower(node: fx.Node, rank: OnRank) -> LoweredCall:
+    return LoweredCall(torch.ops.fxpar.item.default, node.args)
 
 
 @partial(

@@ -22,7 +22,7 @@ _WORDS = 128
 _SIGN = 2**31
 
 
-class Cut(NamedTuple):
+class DropoutShard(NamedTuple):
     """What a rank holds of a contiguous tensor, and the draw.
 
     Attributes:
@@ -154,7 +154,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     tl.store(words_ptr + place, words, mask=place * 32 < count)
 
 
-def dropout(x: Tensor, cut: Cut) -> Tensor:
+def dropout(x: Tensor, cut: DropoutShard) -> Tensor:
     """A contiguous tensor with its dropped elements."""
     y = torch.empty_like(x)
     _dropout_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
@@ -171,7 +171,7 @@ def dropout(x: Tensor, cut: Cut) -> Tensor:
     return y
 
 
-def draw(cut: Cut, count: int) -> Tensor:
+def draw(cut: DropoutShard, count: int) -> Tensor:
     """Which of so many elements stay: i32[ceil(count / 32)], the lowest bit of a word that of its first element."""
     words = torch.empty(triton.cdiv(count, 32), dtype=torch.int32, device=cut.rng.device)
     _draw_kernel[(triton.cdiv(words.numel(), _WORDS),)](

@@ -19,18 +19,18 @@ from torch import fx
 
 from fxpar.errors import PassError
 from fxpar.layout.layout import Placement, share_of
-from fxpar.layout.symbols import Size, last_operation
+from fxpar.layout.symbolic_sizes import Size, last_operation
 from fxpar.mesh.purpose import Cuts
 from fxpar.ops.collectives import Group
 from fxpar.ops.counter import IndexCut
-from fxpar.program.coercions import axes_of, inner_view
+from fxpar.program.batch_dim import batch_symbol
+from fxpar.program.placements import axes_of, inner_view
 from fxpar.program.program import Program, note, operands, output_layouts
-from fxpar.program.rows import batch_symbol
 from fxpar.program.symbols import SIZE_FUNCTIONS
 
 
 @dataclass(frozen=True)
-class Ranks:
+class CollectiveGroup:
     """The ranks among which a node communicates.
 
     Attributes:
@@ -97,7 +97,7 @@ class OnRank:
         self._made.add(node)
         return node
 
-    def ranks(self, node: fx.Node) -> Ranks:
+    def ranks(self, node: fx.Node) -> CollectiveGroup:
         """Those of the axis that a node names.
 
         Raises:
@@ -106,7 +106,7 @@ class OnRank:
         group, buffer = self._groups[str(node.kwargs["axis"])], note(node).buffer
         # Ranks that are simulated or only counted have no mailboxes: their groups send the same values.
         copies = (group.mailbox, buffer) if buffer and group.mailbox else None
-        return Ranks(group.name, group.size, self._index(axes_of(node)), copies)
+        return CollectiveGroup(group.name, group.size, self._index(axes_of(node)), copies)
 
     @staticmethod
     def identity(node: fx.Node) -> Identity:

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.layout.layout import Layout, Placement
-from fxpar.layout.symbols import Size
+from fxpar.layout.symbolic_sizes import Size
 from fxpar.ops.lowering_context import OnRank
 from fxpar.program.operators import GraphOperator
 from fxpar.program.program import Note, TensorType, note, output_types, update
 from fxpar.program.properties import Property
-from fxpar.signatures.calls import Call
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.rule import Rule
 
 
 @dataclass(frozen=True)
-class Run:
+class LoweredCall:
     """What a rank runs in place of a node.
 
     Attributes:
@@ -63,7 +63,7 @@ class OnShapes:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class CollectiveSite:
     """A node of a training step, as it communicates on the axis that it names.
 
     Attributes:
@@ -75,7 +75,7 @@ class Crossing:
         reached: for each output, whether the loss sends a gradient there.
     """
 
-    call: Call
+    call: OpCall
     before: tuple[Placement, ...]
     after: tuple[Placement, ...]
     stored: tuple[TensorType, ...]
@@ -89,7 +89,7 @@ class Sent:
 
     Attributes:
         collective: all_reduce, all_gather, reduce_scatter or all_to_all.
-        phase: forward, backward or parameter, as of `fxpar.analysis.collectives.Collective`.
+        phase: forward, backward or parameter, as of `fxpar.analysis.communication.Collective`.
         bytes: of the whole value: what an all-gather yields, a reduction takes in.
         part: of it what is expected to travel where the ranks copy into each other's memory.
     """
@@ -220,17 +220,17 @@ class Operator(GraphOperator):
     """
 
     _: KW_ONLY
-    lower: Callable[[fx.Node, OnRank], Run | fx.Node]
+    lower: Callable[[fx.Node, OnRank], LoweredCall | fx.Node]
     shape: Callable[[OnShapes], Any] | None = None
     rule: Rule | None = None
     kinds: tuple[str, str] | None = None
     sends: tuple[str, str] = ("", "")
-    traffic: Callable[[Crossing], Iterable[Sent]] | None = None
+    traffic: Callable[[CollectiveSite], Iterable[Sent]] | None = None
     like: Any = None
     stands_for: tuple[torch._ops.OpOverload, ...] = ()
-    flops: Callable[[Call], Size] | None = None
-    uncounted: Callable[[Call], str] | None = None
-    whole: Callable[[Call], str] | None = None
+    flops: Callable[[OpCall], Size] | None = None
+    uncounted: Callable[[OpCall], str] | None = None
+    whole: Callable[[OpCall], str] | None = None
     stage: Property | None = None
     apart: bool = False
     copies: bool = False

@@ -18,12 +18,12 @@ from fxpar.errors import InputError
 from fxpar.layout.layout import I, Placement, R, V
 from fxpar.ops import counter, dropped, sdpa
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run
+from fxpar.ops.operator import Gradients, LoweredCall, OnShapes, Operator, Reverse
 from fxpar.program.program import note, operands, output_types
 from fxpar.program.properties import Property
-from fxpar.signatures.calls import Call, bind_arguments
 from fxpar.signatures.engine import seed_signature
 from fxpar.signatures.matmul import attention_labels
+from fxpar.signatures.op_call import OpCall, bind_arguments
 from fxpar.signatures.pointwise import broadcast, same_values
 from fxpar.signatures.rule import Check, Labelling, Refusal, Rule, Signature
 
@@ -32,7 +32,7 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # ---------------------------------------------------------------------- rules
 
 
-def dropout_labels(call: Call) -> Labelling | Refusal:
+def dropout_labels(call: OpCall) -> Labelling | Refusal:
     """The values are element-wise; the generator's state and the indices are not sharded."""
     out = call.outputs[0].shape
     ins = [broadcast(call.operands[0].shape, out)]
@@ -40,7 +40,7 @@ def dropout_labels(call: Call) -> Labelling | Refusal:
     return Labelling(tuple(ins), (tuple(f"d{i}" for i in range(len(out))),))
 
 
-def own_bits(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+def own_bits(call: OpCall, placements: Sequence[Placement]) -> Refusal | None:
     """An axis index is passed exactly where the values are a shard (SPEC 2.4)."""
     varying = [i for i, name in enumerate(call.names) if name == "indices" and placements[i].kind == "V"]
     is_shard = placements[0].is_shard
@@ -53,7 +53,7 @@ def own_bits(call: Call, placements: Sequence[Placement]) -> Refusal | None:
     return None
 
 
-def own_bits_of_probabilities(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+def own_bits_of_probabilities(call: OpCall, placements: Sequence[Placement]) -> Refusal | None:
     """As `own_bits`; the query's cut must be the probabilities', from which attention drops."""
     query, out = call.operands[0].shape, call.outputs[0].shape
     lead = any(p.is_shard and p.dim < len(k.shape) - 2 for p, k in zip(placements, call.operands, strict=True))
@@ -63,17 +63,17 @@ def own_bits_of_probabilities(call: Call, placements: Sequence[Placement]) -> Re
     return own_bits(call, placements)
 
 
-def bits_alone(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
+def bits_alone(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
     """As `own_bits`; the values of the operand do not matter: for those of a sum all ranks draw the same."""
     is_plain = all(placement in (I, R) for placement in placements[1:])
     return own_bits(call, placements) or (same_values(call, placements) if is_plain else None)
 
 
 def indexed(
-    labels: Callable[[Call], Labelling | Refusal],
+    labels: Callable[[OpCall], Labelling | Refusal],
     check: Check,
     linear: tuple[tuple[str, ...], ...] = (),
-    signature: Callable[[Rule, Call, int, Placement], Signature | Refusal] = seed_signature,
+    signature: Callable[[Rule, OpCall, int, Placement], Signature | Refusal] = seed_signature,
 ) -> Rule:
     """The rule of an operator that draws bits for its first operand, and takes an index where that is a shard.
 
@@ -82,7 +82,7 @@ def indexed(
     """
     plain = Rule(labels)
 
-    def seed(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+    def seed(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
         seeded = signature(plain, call, index, placement)
         if isinstance(seeded, Refusal):
             return seeded
@@ -136,9 +136,9 @@ def _lower_index(node: fx.Node, rank: OnRank) -> fx.Node:
     return rank.ranks(node).index
 
 
-def _lower_dropout(node: fx.Node, rank: OnRank) -> Run:
+def _lower_dropout(node: fx.Node, rank: OnRank) -> LoweredCall:
     x, rng, p, *_ = node.args
-    return Run(_dropout_form(rank.device), (x, rng, p, rank.identity(node), _cuts(node, rank)))
+    return LoweredCall(_dropout_form(rank.device), (x, rng, p, rank.identity(node), _cuts(node, rank)))
 
 
 def _dropout_form(device: torch.device) -> Callable[..., Tensor]:
@@ -163,19 +163,19 @@ def _dropout_on_shapes(x: Tensor, rng: Tensor, p: float, origin: int | Tensor, c
     return torch.empty_like(x.contiguous())
 
 
-def _lower_uniform(node: fx.Node, rank: OnRank) -> Run:
-    return Run(counter.uniform, (*node.args, rank.identity(node)))
+def _lower_uniform(node: fx.Node, rank: OnRank) -> LoweredCall:
+    return LoweredCall(counter.uniform, (*node.args, rank.identity(node)))
 
 
-def _lower_uniform_like(node: fx.Node, rank: OnRank) -> Run:
+def _lower_uniform_like(node: fx.Node, rank: OnRank) -> LoweredCall:
     x, rng, dtype, *_ = node.args
-    return Run(counter.uniform_like, (x, rng, dtype, rank.identity(node), _cuts(node, rank)))
+    return LoweredCall(counter.uniform_like, (x, rng, dtype, rank.identity(node), _cuts(node, rank)))
 
 
-def _lower_attention(node: fx.Node, rank: OnRank) -> Run:
+def _lower_attention(node: fx.Node, rank: OnRank) -> LoweredCall:
     query, key, value, mask, rng, p, causal, scale, gqa, *_ = node.args
     cuts, random = _cuts(node, rank), rank.identity(node)
-    return Run(sdpa.attention_with_dropout, (query, key, value, mask, rng, p, random, causal, scale, gqa, cuts))
+    return LoweredCall(sdpa.attention_with_dropout, (query, key, value, mask, rng, p, random, causal, scale, gqa, cuts))
 
 
 def _cuts(node: fx.Node, rank: OnRank) -> list[Any]:

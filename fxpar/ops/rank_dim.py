@@ -15,14 +15,14 @@ from torch import Tensor, fx
 
 from fxpar.layout.layout import P, Placement, R, shard
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run
+from fxpar.ops.operator import Gradients, LoweredCall, OnShapes, Operator, Reverse
 from fxpar.program.program import TensorType, output_types, tensor_type
-from fxpar.signatures.calls import Call
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.rule import Labelling, Refusal, Rule, Signature
 
 # Placements on the axis that an operator names: of its operands, and of its result.
 Held = tuple[tuple[Placement, ...], Placement]
-Demand = Callable[[Call], Held | Refusal]
+Demand = Callable[[OpCall], Held | Refusal]
 
 
 def expand_dim(x: Tensor, dim: int) -> Tensor:
@@ -38,19 +38,19 @@ def sum_dim(x: Tensor, dim: int) -> Tensor:
 # ---------------------------------------------------------------------- rules
 
 
-def _cut(call: Call, longer: TensorType) -> Placement | Refusal:
+def _cut(call: OpCall, longer: TensorType) -> Placement | Refusal:
     dim = int(call.get("dim"))
     if longer.shape[dim] != call.n:
         return Refusal(f"dimension {dim} of {longer} has no index for each of {call.n} ranks", structural=True)
     return shard(dim, longer.shape[dim])
 
 
-def _expanded(call: Call) -> Held | Refusal:
+def _expanded(call: OpCall) -> Held | Refusal:
     cut = _cut(call, call.outputs[0])
     return cut if isinstance(cut, Refusal) else ((R,), cut)
 
 
-def _summed(call: Call) -> Held | Refusal:
+def _summed(call: OpCall) -> Held | Refusal:
     cut = _cut(call, call.operands[0])
     return cut if isinstance(cut, Refusal) else ((cut,), P)
 
@@ -58,7 +58,7 @@ def _summed(call: Call) -> Held | Refusal:
 def demanding(demand: Demand) -> Rule:
     """Of the axis that an operator names, whose values have to be held in one way there."""
 
-    def check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
+    def check(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
         demanded = demand(call)
         if isinstance(demanded, Refusal):
             return demanded
@@ -67,7 +67,7 @@ def demanding(demand: Demand) -> Rule:
             return (after,)
         return Refusal(f"its operands have to be {', '.join(map(str, before))}")
 
-    def seed(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+    def seed(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
         demanded = demand(call)
         if isinstance(demanded, Refusal):
             return demanded
@@ -79,13 +79,13 @@ def demanding(demand: Demand) -> Rule:
     return Rule(seed=seed, check=check)
 
 
-def _longer(call: Call) -> Labelling:
+def _longer(call: OpCall) -> Labelling:
     labels = tuple(f"d{i}" for i in range(len(call.operands[0].shape)))
     dim = int(call.get("dim"))
     return Labelling((labels,), ((*labels[:dim], None, *labels[dim:]),))
 
 
-def _shorter(call: Call) -> Labelling:
+def _shorter(call: OpCall) -> Labelling:
     labels = tuple(f"d{i}" for i in range(len(call.outputs[0].shape)))
     dim = int(call.get("dim"))
     return Labelling(((*labels[:dim], None, *labels[dim:]),), (labels,))
@@ -110,12 +110,12 @@ def _summed_shape(call: OnShapes) -> Tensor:
     return summed
 
 
-def _lower_expand(node: fx.Node, rank: OnRank) -> Run:
-    return Run(expand_dim, node.args)
+def _lower_expand(node: fx.Node, rank: OnRank) -> LoweredCall:
+    return LoweredCall(expand_dim, node.args)
 
 
-def _lower_sum(node: fx.Node, rank: OnRank) -> Run:
-    return Run(sum_dim, node.args)
+def _lower_sum(node: fx.Node, rank: OnRank) -> LoweredCall:
+    return LoweredCall(sum_dim, node.args)
 
 
 def _back(call: Reverse, target: Operator) -> Gradients:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from fxpar.ops.counter import IndexCut, dropout
 from fxpar.ops.dropped_attention import drawn_probabilities, dropped_attention, dropped_attention_gradient, places
-from fxpar.ops.fused_attention import Call, kernel
+from fxpar.ops.fused_attention import SdpaCall, kernel
 
 
 @dataclass(frozen=True)
-class Options:
+class SdpaOptions:
     """How scores are made.
 
     Attributes:
@@ -49,7 +49,7 @@ class Drops:
         return dropout(x, self.rng, self.p, self.origin, self.cuts)
 
     def fused(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: SdpaOptions
     ) -> tuple[Any, ...] | None:
         """What the operators of `fxpar.ops.dropped_attention` take behind their tensors, if there is a kernel."""
         placed = places(query, key, value, self.p, self.cuts)
@@ -62,12 +62,12 @@ class Drops:
         return _added(mask, query), words, self.p, options.is_causal, _scale(query, options)
 
 
-def _call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options) -> Call:
-    return Call(query, key, value, _added(mask, query), options.is_causal, options.scale, options.enable_gqa)
+def _call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: SdpaOptions) -> SdpaCall:
+    return SdpaCall(query, key, value, _added(mask, query), options.is_causal, options.scale, options.enable_gqa)
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, drops: Drops | None, options: Options
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, drops: Drops | None, options: SdpaOptions
 ) -> tuple[Tensor, Tensor]:
     """The result [..., s, v], and for each row of scores the logarithm of its sum of exponentials [..., s].
 
@@ -101,7 +101,7 @@ def backward(
     log_sum: Tensor,
     mask: Tensor | None,
     drops: Drops | None,
-    options: Options,
+    options: SdpaOptions,
     of_mask: bool,
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key and value, and of a mask that is added.
@@ -151,12 +151,12 @@ def attention_with_dropout(
     enable_gqa: bool,
     cuts: Sequence[IndexCut],
 ) -> Tensor:
-    """The result alone of attention with dropout, arguments as of `Drops` and `Options`."""
-    options = Options(is_causal, scale, enable_gqa)
+    """The result alone of attention with dropout, arguments as of `Drops` and `SdpaOptions`."""
+    options = SdpaOptions(is_causal, scale, enable_gqa)
     return forward(query, key, value, mask, Drops(rng, p, origin, cuts), options)[0]
 
 
-def _scale(query: Tensor, options: Options) -> float:
+def _scale(query: Tensor, options: SdpaOptions) -> float:
     return float(query.shape[-1] ** -0.5 if options.scale is None else options.scale)
 
 
@@ -171,21 +171,21 @@ def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
     return torch.zeros((), dtype=query.dtype, device=query.device).masked_fill(~mask, float("-inf"))
 
 
-def _repeated(x: Tensor, query: Tensor, options: Options) -> Tensor:
+def _repeated(x: Tensor, query: Tensor, options: SdpaOptions) -> Tensor:
     """Key or value with a head for each of the query's."""
     if not options.enable_gqa or query.shape[-3] == x.shape[-3]:
         return x
     return x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)
 
 
-def _summed(gradient: Tensor, x: Tensor, options: Options) -> Tensor:
+def _summed(gradient: Tensor, x: Tensor, options: SdpaOptions) -> Tensor:
     """The gradient of a key or value, of those of its repetitions."""
     if options.enable_gqa and gradient.shape[-3] != x.shape[-3]:
         gradient = gradient.unflatten(-3, (x.shape[-3], -1)).sum(-3)
     return gradient.sum_to_size(x.shape)
 
 
-def _scores(query: Tensor, key: Tensor, mask: Tensor | None, options: Options) -> tuple[Tensor, Tensor | None]:
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, options: SdpaOptions) -> tuple[Tensor, Tensor | None]:
     """Scores, and the rows of them that see nothing, whose scores are zero."""
     scores = query @ key.transpose(-2, -1) * _scale(query, options)
     if options.is_causal:

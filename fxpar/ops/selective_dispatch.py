@@ -19,16 +19,16 @@ from torch import Tensor, fx
 
 from fxpar.exchange.needed import needs
 from fxpar.layout.layout import Placement, R, shard
-from fxpar.layout.symbols import divide, product
+from fxpar.layout.symbolic_sizes import divide, product
 from fxpar.ops import collectives as c
 from fxpar.ops import needed_copies as copies
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import Crossing, Gradients, OnShapes, Operator, Reverse, Run, Sent
+from fxpar.ops.operator import CollectiveSite, Gradients, LoweredCall, OnShapes, Operator, Reverse, Sent
 from fxpar.ops.rank_dim import Demand, Held, demanding
-from fxpar.program.coercions import axes_of
+from fxpar.program.placements import axes_of
 from fxpar.program.program import TensorType, output_types, tensor_type
-from fxpar.signatures.calls import Call
 from fxpar.signatures.matmul import formula
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.rule import Refusal, Rule
 
 
@@ -43,7 +43,7 @@ def needed_part(experts: int, per_rank: int, k: int) -> Fraction:
 # ---------------------------------------------------------------------- rules
 
 
-def _of_tokens(call: Call, lead: int) -> Placement | Refusal:
+def _of_tokens(call: OpCall, lead: int) -> Placement | Refusal:
     """How tokens are cut that stand behind so many leading dimensions: each rank has as many."""
     tokens = call.operands[1].shape[-2]
     if divide(tokens, call.n) is None:
@@ -51,7 +51,7 @@ def _of_tokens(call: Call, lead: int) -> Placement | Refusal:
     return shard(lead, tokens)
 
 
-def _of_ranks(call: Call, kind: TensorType) -> Placement | Refusal:
+def _of_ranks(call: OpCall, kind: TensorType) -> Placement | Refusal:
     """How what each rank has of all tokens is cut."""
     dim = len(kind.shape) - 3
     if dim < 0 or kind.shape[dim] != call.n:
@@ -59,14 +59,14 @@ def _of_ranks(call: Call, kind: TensorType) -> Placement | Refusal:
     return shard(dim, kind.shape[dim])
 
 
-def _expanded(call: Call) -> Held | Refusal:
+def _expanded(call: OpCall) -> Held | Refusal:
     before, after = _of_tokens(call, len(call.operands[0].shape) - 2), _of_ranks(call, call.outputs[0])
     if isinstance(before, Refusal):
         return before
     return after if isinstance(after, Refusal) else ((before, R), after)
 
 
-def _summed(call: Call) -> Held | Refusal:
+def _summed(call: OpCall) -> Held | Refusal:
     before, after = _of_ranks(call, call.operands[0]), _of_tokens(call, len(call.outputs[0].shape) - 2)
     if isinstance(before, Refusal):
         return before
@@ -112,7 +112,7 @@ def _summed_shape(call: OnShapes) -> Tensor:
     return summed
 
 
-def _traffic(crossing: Crossing) -> Iterator[Sent]:
+def _traffic(crossing: CollectiveSite) -> Iterator[Sent]:
     """All tokens, of which a part is expected to travel where the ranks copy."""
     call = crossing.call
     tokens = min((*call.operands[:1], *call.outputs), key=lambda kind: len(kind.shape))
@@ -153,19 +153,19 @@ def _masked(x: Tensor, chosen: Tensor, per_rank: int, index: Tensor) -> Tensor:
     return torch.where(needs(chosen, per_rank, index).unsqueeze(-1), x, x.new_zeros(()))
 
 
-def _lower_expand(node: fx.Node, rank: OnRank) -> Run:
+def _lower_expand(node: fx.Node, rank: OnRank) -> LoweredCall:
     (x, *choice), ranks = node.args, rank.ranks(node)
     if ranks.copies is not None:
-        return Run(copies.expanded, (x, *choice, ranks.size, *ranks.copies))
+        return LoweredCall(copies.expanded, (x, *choice, ranks.size, *ranks.copies))
     start = (x, ranks.group, ranks.size)
-    return Run(start_tokens, start, finish=needed_tokens, rest=(*choice, ranks.index))
+    return LoweredCall(start_tokens, start, finish=needed_tokens, rest=(*choice, ranks.index))
 
 
-def _lower_sum(node: fx.Node, rank: OnRank) -> Run:
+def _lower_sum(node: fx.Node, rank: OnRank) -> LoweredCall:
     ranks = rank.ranks(node)
     if ranks.copies is not None:
-        return Run(copies.summed, (*node.args, ranks.size, *ranks.copies))
-    return Run(start_sums, (*node.args, ranks.group, ranks.size, ranks.index), finish=needed_sums)
+        return LoweredCall(copies.summed, (*node.args, ranks.size, *ranks.copies))
+    return LoweredCall(start_sums, (*node.args, ranks.group, ranks.size, ranks.index), finish=needed_sums)
 
 
 # ---------------------------------------------------------------------- derivatives

@@ -17,14 +17,14 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxpar.layout.layout import Placement, shard
-from fxpar.layout.symbols import product
+from fxpar.layout.symbolic_sizes import product
 from fxpar.ops import alltoallv
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import Crossing, Gradients, OnShapes, Operator, Reverse, Run, Sent
+from fxpar.ops.operator import CollectiveSite, Gradients, LoweredCall, OnShapes, Operator, Reverse, Sent
 from fxpar.program.program import TensorType, output_types, tensor_type
-from fxpar.signatures.calls import Call
 from fxpar.signatures.engine import seed_signature
 from fxpar.signatures.matmul import formula
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.rule import Refusal, Rule, Signature
 
 # ---------------------------------------------------------------------- rules
@@ -33,7 +33,7 @@ from fxpar.signatures.rule import Refusal, Rule, Signature
 _APART = Rule(formula("... _ h, ... _ -> ... _ h", "x", "sizes"), (("x",),))
 
 
-def _crossed(call: Call) -> Placement | None:
+def _crossed(call: OpCall) -> Placement | None:
     """The cut over sources and holders on the axis that is judged; None where the axes outside it leave none.
 
     Axes nest as leading dimensions do: what the outer ones cut has one index left.
@@ -43,7 +43,7 @@ def _crossed(call: Call) -> Placement | None:
     return None if dim is None else shard(dim, shape[dim])
 
 
-def _check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
+def _check(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
     required = _crossed(call)
     if required is None:
         return None
@@ -52,7 +52,7 @@ def _check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...]
     return (required,)
 
 
-def _seed(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+def _seed(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
     required = _crossed(call)
     if required is None:
         return seed_signature(_APART, call, index, placement)
@@ -87,15 +87,15 @@ def _sizes_shape(call: OnShapes) -> Tensor:
     return sizes
 
 
-def _there(crossing: Crossing) -> Iterator[Sent]:
+def _there(crossing: CollectiveSite) -> Iterator[Sent]:
     yield from _sent(crossing, crossing.call.outputs[0])
 
 
-def _back(crossing: Crossing) -> Iterator[Sent]:
+def _back(crossing: CollectiveSite) -> Iterator[Sent]:
     yield from _sent(crossing, crossing.call.operands[0])
 
 
-def _sent(crossing: Crossing, kind: TensorType) -> Iterator[Sent]:
+def _sent(crossing: CollectiveSite, kind: TensorType) -> Iterator[Sent]:
     """As many bytes as a holder's rows have, of all of them."""
     count = product(kind.shape) * kind.dtype.itemsize
     yield Sent("all_to_all", "forward", count)
@@ -106,21 +106,23 @@ def _sent(crossing: Crossing, kind: TensorType) -> Iterator[Sent]:
 # ---------------------------------------------------------------------- lowering and derivatives
 
 
-def _lower_sizes(node: fx.Node, rank: OnRank) -> Run:
-    return Run(alltoallv.start_sizes, node.args, finish=alltoallv.sizes_there)
+def _lower_sizes(node: fx.Node, rank: OnRank) -> LoweredCall:
+    return LoweredCall(alltoallv.start_sizes, node.args, finish=alltoallv.sizes_there)
 
 
-def _lower_there(node: fx.Node, rank: OnRank) -> Run:
+def _lower_there(node: fx.Node, rank: OnRank) -> LoweredCall:
     lead, ranks = len(tensor_type(node).shape) - 2, rank.ranks(node)
-    return Run(
+    return LoweredCall(
         alltoallv.start_there, (*node.args, ranks.group, ranks.size), finish=alltoallv.arrived_there, rest=(lead,)
     )
 
 
-def _lower_back(node: fx.Node, rank: OnRank) -> Run:
+def _lower_back(node: fx.Node, rank: OnRank) -> LoweredCall:
     lead, sizes, ranks = len(tensor_type(node).shape) - 2, node.args[1], rank.ranks(node)
     rest = (sizes, ranks.size, lead)
-    return Run(alltoallv.start_back, (*node.args, ranks.group, ranks.size), finish=alltoallv.arrived_back, rest=rest)
+    return LoweredCall(
+        alltoallv.start_back, (*node.args, ranks.group, ranks.size), finish=alltoallv.arrived_back, rest=rest
+    )
 
 
 def _reversed(call: Reverse, target: Operator) -> Gradients:

@@ -15,29 +15,29 @@ from torch import fx
 from fxpar.layout.layout import Placement, shard
 from fxpar.ops import process_group
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run
-from fxpar.signatures.calls import Call
+from fxpar.ops.operator import Gradients, LoweredCall, OnShapes, Operator, Reverse
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.rule import Refusal, Rule, Signature
 
 
-def demanded(call: Call) -> Placement:
+def demanded(call: OpCall) -> Placement:
     """What a call of `shard_over` has its value be on the axis that it names."""
     dim = int(call.get("dim"))
     return shard(dim, call.operands[0].shape[dim])
 
 
-def _held(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
+def _held(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
     required = demanded(call)
     return (required,) if tuple(placements) == (required,) else Refusal(f"its value has to be {required}")
 
 
-def _seed(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+def _seed(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
     placements = _held(call, (placement,))
     return placements if isinstance(placements, Refusal) else Signature(placements, placements)
 
 
-def _lower(node: fx.Node, rank: OnRank) -> Run:
-    return Run(process_group.same, node.args[:1])
+def _lower(node: fx.Node, rank: OnRank) -> LoweredCall:
+    return LoweredCall(process_group.same, node.args[:1])
 
 
 def _back(call: Reverse) -> Gradients:

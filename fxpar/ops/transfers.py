@@ -15,22 +15,22 @@ from torch import fx
 from fxpar.layout.layout import Placement
 from fxpar.ops import process_group
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run
-from fxpar.signatures.calls import Call
+from fxpar.ops.operator import Gradients, LoweredCall, OnShapes, Operator, Reverse
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import pointwise_labels
 from fxpar.signatures.rule import Rule, Signature
 
 
-def _as_held(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...]:
+def _as_held(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...]:
     return (placements[0],)
 
 
-def _alike(call: Call, index: int, placement: Placement) -> Signature:
+def _alike(call: OpCall, index: int, placement: Placement) -> Signature:
     return Signature((placement,), (placement,))
 
 
-def _lower(node: fx.Node, rank: OnRank) -> Run:
-    return Run(process_group.same, node.args)
+def _lower(node: fx.Node, rank: OnRank) -> LoweredCall:
+    return LoweredCall(process_group.same, node.args)
 
 
 def _back(call: Reverse) -> Gradients:

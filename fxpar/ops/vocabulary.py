@@ -42,7 +42,7 @@ from fxpar.ops.vocabulary_rules import (
 )
 from fxpar.program.program import TensorType, operands, output_layouts, output_types
 from fxpar.program.properties import Property
-from fxpar.signatures.calls import bind_arguments
+from fxpar.signatures.op_call import bind_arguments
 
 aten = torch.ops.aten
 

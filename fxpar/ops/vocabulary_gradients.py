@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from fxpar.layout.layout import I, Piece, Placement, fits
 from fxpar.ops import words
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run
+from fxpar.ops.operator import Gradients, LoweredCall, OnShapes, Operator, Reverse
 from fxpar.ops.vocabulary_rules import (
     by_rows,
     classes,
@@ -30,10 +30,10 @@ from fxpar.ops.vocabulary_rules import (
     searched,
     searched_of_gradient,
 )
-from fxpar.program.coercions import axes_of
+from fxpar.program.placements import axes_of
 from fxpar.program.program import operands, output_types
 from fxpar.program.properties import Property
-from fxpar.signatures.calls import Call, bind_arguments
+from fxpar.signatures.op_call import OpCall, bind_arguments
 from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule
 
 aten = torch.ops.aten
@@ -46,7 +46,7 @@ def _like_self(placement: Placement) -> Placement:
     return replace(placement, zeros=placement.is_padded)
 
 
-def _table_gradient(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
+def _table_gradient(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
     """Each rank makes its rows of the table's gradient from whole operands."""
     odd = next((p for p in placements if p.kind not in "IR"), None)
     words, padded = call.get("words"), call.get("padded")
@@ -58,7 +58,7 @@ def _table_gradient(call: Call, placements: Sequence[Placement]) -> tuple[Placem
     return (placement,)
 
 
-def _rows_of_loss(call: Call) -> Labelling | Refusal:
+def _rows_of_loss(call: OpCall) -> Labelling | Refusal:
     """On other axes: rows of logits, targets and of what is saved of them; with a mean they are whole."""
     x = call.operands[0]
     if len(x.shape) < 2:
@@ -74,13 +74,13 @@ def _rows_of_loss(call: Call) -> Labelling | Refusal:
     return Labelling(tuple(known[name] for name in call.names), outs, summed)
 
 
-def _rows_of_table(call: Call) -> Labelling | Refusal:
+def _rows_of_table(call: OpCall) -> Labelling | Refusal:
     """On other axes: `… h, … -> _ h`."""
     lead: Labels = tuple(f"d{i}" for i in range(len(call.operands[1].shape)))
     return Labelling(((*lead, "h"), lead), ((None, "h"),), frozenset(label for label in lead if label is not None))
 
 
-def _all_but_dim(call: Call) -> Labelling | Refusal:
+def _all_but_dim(call: OpCall) -> Labelling | Refusal:
     """On other axes: everything but what is searched or normalised, which a reduction leaves out."""
     rank, dim = len(call.operands[0].shape), call.get("dim")
     dim = int(dim[0] if isinstance(dim, (list, tuple)) else dim) % rank
@@ -90,11 +90,11 @@ def _all_but_dim(call: Call) -> Labelling | Refusal:
     return Labelling(ins, (full,))
 
 
-def _never(node: fx.Node, rank: OnRank) -> Run:
+def _never(node: fx.Node, rank: OnRank) -> LoweredCall:
     raise AssertionError(f"{node.target} names an axis")
 
 
-def _beside(labels: Callable[[Call], Labelling | Refusal], linear: tuple[tuple[str, ...], ...] = ()) -> Operator:
+def _beside(labels: Callable[[OpCall], Labelling | Refusal], linear: tuple[tuple[str, ...], ...] = ()) -> Operator:
     """What an operator is on the axes that it does not name."""
 
     def beside() -> None:
@@ -129,10 +129,10 @@ def _table_shape(call: OnShapes) -> Tensor:
     return torch.empty((rows, gradient.shape[-1]), dtype=gradient.dtype, device=gradient.device)
 
 
-def _lower_table(node: fx.Node, rank: OnRank) -> Run:
+def _lower_table(node: fx.Node, rank: OnRank) -> LoweredCall:
     bound, ranks = bind_arguments(node), rank.ranks(node)
     args = (*(bound[name] for name in ("gradient", "indices", "padding_idx", "padded")), bound["words"])
-    return Run(words.with_block(words.embedding_backward), (*args, ranks.group, ranks.size, ranks.index))
+    return LoweredCall(words.with_block(words.embedding_backward), (*args, ranks.group, ranks.size, ranks.index))
 
 
 # ---------------------------------------------------------------------- records

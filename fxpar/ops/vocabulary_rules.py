@@ -12,35 +12,35 @@ from typing import Any
 from torch import fx
 
 from fxpar.layout.layout import Placement, R
-from fxpar.layout.symbols import Size, product, simplify
+from fxpar.layout.symbolic_sizes import Size, product, simplify
 from fxpar.ops import words
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import Crossing, Run, Sent
+from fxpar.ops.operator import CollectiveSite, LoweredCall, Sent
 from fxpar.program.program import operands
-from fxpar.signatures.calls import Call, bind_arguments
+from fxpar.signatures.op_call import OpCall, bind_arguments
 from fxpar.signatures.rule import Refusal, Rule, Signature
 
 # ---------------------------------------------------------------------- rules
 
 # For each operand that has the vocabulary the dimension that is it; a reason where the call has none.
-Dims = Callable[[Call], Mapping[str, int] | Refusal]
+Dims = Callable[[OpCall], Mapping[str, int] | Refusal]
 
 
-def table(call: Call) -> Mapping[str, int] | Refusal:
+def table(call: OpCall) -> Mapping[str, int] | Refusal:
     """Of a lookup: the rows of the table."""
     if call.get("scale_grad_by_freq") or call.get("sparse"):
         return Refusal("gradients that are sparse, or divided by counts, need the whole table")
     return {"weight": 0}
 
 
-def classes(call: Call) -> Mapping[str, int] | Refusal:
+def classes(call: OpCall) -> Mapping[str, int] | Refusal:
     """Of a loss: the classes of its logits, and of the weights of classes."""
     if call.operands[1].is_float:
         return Refusal("a loss with probabilities as target needs whole operands")
     return {"self": 1 if len(call.operands[0].shape) > 1 else 0, "weight": 0}
 
 
-def searched(call: Call) -> Mapping[str, int] | Refusal:
+def searched(call: OpCall) -> Mapping[str, int] | Refusal:
     """Of what searches or normalises one dimension: that one."""
     dims = call.get("dim", -1)
     if isinstance(dims, (list, tuple)):
@@ -51,13 +51,13 @@ def searched(call: Call) -> Mapping[str, int] | Refusal:
     return {"self": int(dims) % rank}
 
 
-def searched_of_gradient(call: Call) -> Mapping[str, int] | Refusal:
+def searched_of_gradient(call: OpCall) -> Mapping[str, int] | Refusal:
     """Result and gradient of what is cut alike."""
     cut_dims = searched(call)
     return cut_dims if isinstance(cut_dims, Refusal) else {**cut_dims, "gradient": cut_dims["self"]}
 
 
-def best(call: Call) -> Mapping[str, int] | Refusal:
+def best(call: OpCall) -> Mapping[str, int] | Refusal:
     """Of a search for several: which of equal values it takes is torch's own, and a model that computes with it (a
     router, say, whose weights begin at zero) must go on with those of one device."""
     if call.decides:
@@ -68,7 +68,7 @@ def best(call: Call) -> Mapping[str, int] | Refusal:
 def rule(dims: Dims, output: Callable[[Placement], Placement]) -> Rule:
     """The one signature: the vocabulary is cut wherever it occurs, everything else is whole."""
 
-    def signature(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+    def signature(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
         cut_dims = dims(call)
         if isinstance(cut_dims, Refusal):
             return cut_dims
@@ -82,7 +82,7 @@ def rule(dims: Dims, output: Callable[[Placement], Placement]) -> Rule:
         ins = [placement.at(cut_dims[name]) if name in cut_dims else R for name in call.names]
         return Signature(tuple(ins), (output(ins[0]),) * len(call.outputs))
 
-    def check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
+    def check(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
         first = next((i for i, placement in enumerate(placements) if placement.is_shard), None)
         if first is None:
             return Refusal("no operand has a vocabulary that is cut: use the operation of aten")
@@ -103,10 +103,10 @@ def rule(dims: Dims, output: Callable[[Placement], Placement]) -> Rule:
 Rows = Iterator[tuple[str, str, Size]]
 
 
-def by_rows(dims: Dims, sent: Callable[[Call, Size], Rows]) -> Callable[[Crossing], Iterator[Sent]]:
+def by_rows(dims: Dims, sent: Callable[[OpCall, Size], Rows]) -> Callable[[CollectiveSite], Iterator[Sent]]:
     """Traffic of one value or several for each row; halves are summed in float32."""
 
-    def traffic(crossing: Crossing) -> Iterator[Sent]:
+    def traffic(crossing: CollectiveSite) -> Iterator[Sent]:
         call = crossing.call
         cut_dims = dims(call)
         if isinstance(cut_dims, Refusal):
@@ -120,7 +120,7 @@ def by_rows(dims: Dims, sent: Callable[[Call, Size], Rows]) -> Callable[[Crossin
     return traffic
 
 
-def cross_entropy_rows(call: Call, rows: Size) -> Rows:
+def cross_entropy_rows(call: OpCall, rows: Size) -> Rows:
     """The largest logit of each row, then all sums over it; with weights, the weights of targets and of all classes."""
     weighted, smooth = "weight" in call.names, bool(call.get("label_smoothing"))
     yield "all_reduce", "forward", rows
@@ -131,25 +131,25 @@ def cross_entropy_rows(call: Call, rows: Size) -> Rows:
         yield "all_reduce", "forward", 1
 
 
-def nll_loss_rows(call: Call, rows: Size) -> Rows:
+def nll_loss_rows(call: OpCall, rows: Size) -> Rows:
     """The weights of the targets' classes, where there are any."""
     if "weight" in call.names:
         yield "all_reduce", "forward", rows
 
 
-def logsumexp_rows(call: Call, rows: Size) -> Rows:
+def logsumexp_rows(call: OpCall, rows: Size) -> Rows:
     """The largest value of each row, then the sum of exponentials."""
     yield "all_reduce", "forward", rows
     yield "all_reduce", "forward", rows
 
 
-def log_softmax_rows(call: Call, rows: Size) -> Rows:
+def log_softmax_rows(call: OpCall, rows: Size) -> Rows:
     """As `logsumexp_rows`, and the sum of gradients of each row."""
     yield from logsumexp_rows(call, rows)
     yield "all_reduce", "backward", rows
 
 
-def best_rows(call: Call, rows: Size) -> Rows:
+def best_rows(call: OpCall, rows: Size) -> Rows:
     """Each rank's best values, and which words they are."""
     count = simplify(rows * (call.n * call.get("k", 1)))
     yield "all_gather", "forward", count
@@ -159,14 +159,14 @@ def best_rows(call: Call, rows: Size) -> Rows:
 # ---------------------------------------------------------------------- lowering
 
 
-def lowered(function: Callable[..., Any]) -> Callable[[fx.Node, OnRank], Run]:
+def lowered(function: Callable[..., Any]) -> Callable[[fx.Node, OnRank], LoweredCall]:
     """Arguments as in the graph with defaults, then the vocabulary's block."""
     blocked = words.with_block(function)
 
-    def lower(node: fx.Node, rank: OnRank) -> Run:
+    def lower(node: fx.Node, rank: OnRank) -> LoweredCall:
         bound = {name: value for name, value in bind_arguments(node).items() if name != "axis"}
         cut = next(p for operand in operands(node) if (p := rank.placed(operand, node)).is_shard)
         ranks = rank.ranks(node)
-        return Run(blocked, (*bound.values(), int(cut.pieces[0].size), ranks.group, ranks.size, ranks.index))
+        return LoweredCall(blocked, (*bound.values(), int(cut.pieces[0].size), ranks.group, ranks.size, ranks.index))
 
     return lower

@@ -16,19 +16,19 @@ from torch import Tensor, fx
 
 from fxpar.layout.layout import Placement
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import Operator, Run
-from fxpar.signatures.calls import Call
+from fxpar.ops.operator import LoweredCall, Operator
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import pointwise_labels, same_values
 from fxpar.signatures.rule import Rule, Signature
 
 
-def _in_summands(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
+def _in_summands(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
     if placements[0].is_shared:
         return (replace(placements[0], partial=True),)
     return same_values(call, placements)
 
 
-def _alike(call: Call, index: int, placement: Placement) -> Signature:
+def _alike(call: OpCall, index: int, placement: Placement) -> Signature:
     return Signature((placement,), (replace(placement, partial=placement.is_shared),))
 
 
@@ -37,8 +37,8 @@ def zeros_of(x: Tensor) -> Tensor:
     return torch.zeros_like(x)
 
 
-def _lower(node: fx.Node, rank: OnRank) -> Run:
-    return Run(zeros_of, node.args)
+def _lower(node: fx.Node, rank: OnRank) -> LoweredCall:
+    return LoweredCall(zeros_of, node.args)
 
 
 @partial(

@@ -176,7 +176,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """`fxpar.attention_forward` of a node with some identity; `cuts` say which block the probabilities are."""
     drops = None if rng is None else sdpa.Drops(rng, p, _IDENTITY, cuts)
-    return sdpa.forward(query, key, value, mask, drops, sdpa.Options(is_causal, scale, enable_gqa))
+    return sdpa.forward(query, key, value, mask, drops, sdpa.SdpaOptions(is_causal, scale, enable_gqa))
 
 
 def attention_backward(
@@ -199,7 +199,7 @@ def attention_backward(
 ) -> tuple[Tensor, ...]:
     """`fxpar.attention_backward`, likewise."""
     drops = None if rng is None else sdpa.Drops(rng, p, _IDENTITY, cuts)
-    options = sdpa.Options(is_causal, scale, enable_gqa)
+    options = sdpa.SdpaOptions(is_causal, scale, enable_gqa)
     return sdpa.backward(query, key, value, gradient, out, log_sum, mask, drops, options, of_mask)
 
 

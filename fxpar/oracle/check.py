@@ -38,7 +38,7 @@ from fxpar.layout.shard_segments import pieces_of
 from fxpar.oracle.ranks import Sample, divides, sample, shuffled, tensors_of, with_tensors
 from fxpar.oracle.trial import Target, Trial
 from fxpar.program.program import Note, TensorType, set_note
-from fxpar.rules import Call, Refusal, Rule, call_of, infer, key_of, partial_signatures, rule_of, seed_signature
+from fxpar.rules import OpCall, Refusal, Rule, call_of, infer, key_of, partial_signatures, rule_of, seed_signature
 
 __all__ = ["Finding", "OracleReport", "Sample", "check_operation", "make_node", "report_table", "sample"]
 
@@ -177,7 +177,7 @@ def padded(t: torch.Tensor | TensorType, n: int) -> list[Placement]:
     return [Placement("S", dim, (Piece(1, size, padded=padded),)) for dim, size, padded in sizes]
 
 
-def _choices(trial: Trial, call: Call, outers: Sequence[int], halves: bool) -> list[list[Placement]]:
+def _choices(trial: Trial, call: OpCall, outers: Sequence[int], halves: bool) -> list[list[Placement]]:
     """Placements to try for each operand of a call."""
     choices = [candidates(t, call.n, outers, trial.sample.segments, halves) for t in trial.operands]
     for i, name in enumerate(call.names):
@@ -188,11 +188,11 @@ def _choices(trial: Trial, call: Call, outers: Sequence[int], halves: bool) -> l
     return choices
 
 
-def _tried(trial: Trial, call: Call) -> Iterator[tuple[tuple[Placement, ...], bool]]:
+def _tried(trial: Trial, call: OpCall) -> Iterator[tuple[tuple[Placement, ...], bool]]:
     """Placements of all operands, and whether refusing them can be a miss. Only few operands get many shards.
 
     Of many operands some combinations are drawn, one or two of which are not whole, and what the rule proposes is
-    tried besides (`_Judge.seeds`).
+    tried besides (`_RuleJudge.seeds`).
     """
     count = len(trial.operands)
     outers = {1: tuple(range(2, 13)), 2: (2, 3), 3: (2,), 4: (2,)}.get(count, ())
@@ -229,12 +229,12 @@ def mixtures(placements: tuple[Placement, ...], carries: Sequence[bool]) -> Iter
         yield tuple(I if i in chosen else p for i, p in enumerate(placements))
 
 
-def _text(call: Call, ins: Sequence[Placement], outs: Sequence[Placement]) -> str:
+def _text(call: OpCall, ins: Sequence[Placement], outs: Sequence[Placement]) -> str:
     left = ", ".join(f"{name} {p}" for name, p in zip(call.names, ins, strict=True))
     return f"{left} → {', '.join(dict.fromkeys(map(str, outs)))}" if outs else left
 
 
-class _Judge:
+class _RuleJudge:
     """Compares one rule with the ranks of one trial and writes into a report."""
 
     def __init__(self, rule: Rule | None, trial: Trial, other: Trial, report: OracleReport) -> None:
@@ -359,7 +359,7 @@ def check_operation(
                     where=report.operation,
                     remedy="pass sample(torch.randn(…), …)",
                 )
-            judge = _Judge(checked, trial, Trial(target, shuffled(call, generator), axes, generator), report)
+            judge = _RuleJudge(checked, trial, Trial(target, shuffled(call, generator), axes, generator), report)
             judge.seeds()
             for placements, counted in _tried(trial, judge.call):
                 judge.judge(placements, counted)

@@ -17,7 +17,7 @@ from fxpar.layout.layout import P, Placement, R
 from fxpar.oracle.check import Finding, OracleReport, candidates, make_node, on_one_axis, padded
 from fxpar.oracle.ranks import Sample, sample, tensors_of
 from fxpar.oracle.trial import Target, Trial
-from fxpar.rules import Call, Refusal, Rule, call_of, infer, key_of, rule_of, seed_signature
+from fxpar.rules import OpCall, Refusal, Rule, call_of, infer, key_of, rule_of, seed_signature
 from fxpar.signatures.engine import signature_of_summands
 
 
@@ -42,7 +42,7 @@ def check_marks(target: Target, samples: Sequence[Sample], shards: Sequence[int]
     return report
 
 
-def _judge(rule: Rule, trial: Trial, call: Call, ins: tuple[Placement, ...], report: OracleReport) -> None:
+def _judge(rule: Rule, trial: Trial, call: OpCall, ins: tuple[Placement, ...], report: OracleReport) -> None:
     outs = infer(rule, call, ins, [False] * len(ins))
     if isinstance(outs, Refusal):
         report.refused += 1
@@ -60,7 +60,7 @@ def _judge(rule: Rule, trial: Trial, call: Call, ins: tuple[Placement, ...], rep
         report.accepted[text] = report.accepted.get(text, 0) + 1
 
 
-def _marked(rule: Rule, trial: Trial, call: Call) -> Iterator[tuple[Placement, ...]]:
+def _marked(rule: Rule, trial: Trial, call: OpCall) -> Iterator[tuple[Placement, ...]]:
     """What the rule proposes, and what one operand alone is, with every choice of marks, one of them at least."""
     proposed: dict[tuple[Placement, ...], None] = {}
     for index, operand in enumerate(trial.operands):
@@ -90,7 +90,7 @@ def _with_sums(ins: tuple[Placement, ...]) -> Iterator[tuple[Placement, ...]]:
             yield (*ins[:i], P, *ins[i + 1 :])
 
 
-def _with_padding(trial: Trial, call: Call, index: int, placement: Placement) -> Iterator[tuple[Placement, ...]]:
+def _with_padding(trial: Trial, call: OpCall, index: int, placement: Placement) -> Iterator[tuple[Placement, ...]]:
     """A padded operand beside each other one that is padded alike: what is contracted, or aligned, there."""
     if not placement.is_padded or len(trial.operands) > 3:
         return

@@ -32,7 +32,7 @@ from fxpar.oracle.grid import fits
 from fxpar.oracle.ranks import Sample, sample, shuffled
 from fxpar.oracle.trial import Target, Trial, local_bounds
 from fxpar.program.operators import GraphOperator
-from fxpar.rules import Call, Refusal, call_of, key_of, partial_signatures, rule_of, seed_signature
+from fxpar.rules import OpCall, Refusal, call_of, key_of, partial_signatures, rule_of, seed_signature
 from fxpar.rules.inference import Context, infer_node
 from fxpar.rules.local import peeled_call
 from fxpar.rules.table import inferred
@@ -59,7 +59,7 @@ def check_on_mesh(
         generator = torch.Generator().manual_seed(seed)
         indexed = _with_two_indices(target, call)
         trial = Trial(target, indexed, axes, generator)
-        judge = _Judge(trial, Trial(target, shuffled(indexed, generator), axes, generator), report)
+        judge = _TypeCheckJudge(trial, Trial(target, shuffled(indexed, generator), axes, generator), report)
         draw = random.Random(f"{seed} {report.operation}")
         drawn = [layouts for order in (tuple(axes), tuple(axes)[::-1]) for layouts in _drawn(trial, order, count, draw)]
         for layouts in dict.fromkeys((*drawn, *_exchanged(drawn, draw))):
@@ -80,7 +80,7 @@ def _with_two_indices(target: Target, call: Sample) -> Sample:
     return sample(*args, segments=call.segments, fixed=call.fixed, **call.kwargs)
 
 
-class _Judge:
+class _TypeCheckJudge:
     """Compares the type check with the ranks of one trial and writes into a report."""
 
     def __init__(self, trial: Trial, other: Trial, report: OracleReport) -> None:
@@ -187,7 +187,7 @@ def _drawn(trial: Trial, order: tuple[str, ...], count: int, draw: random.Random
 
 
 def _legal(
-    call: Call, carries: Sequence[bool], segments: Sequence[Sequence[int]], draw: random.Random
+    call: OpCall, carries: Sequence[bool], segments: Sequence[Sequence[int]], draw: random.Random
 ) -> dict[_Placements, _Placements]:
     """Operands on a call's axis with their outputs: such as the rule proposes, whole ones, and some at random."""
     rule, whole = rule_of(call.target), (R,) * len(call.operands)
@@ -207,7 +207,7 @@ def _legal(
     return answers
 
 
-def _with_index(call: Call, ins: tuple[Placement, ...]) -> Iterator[tuple[Placement, ...]]:
+def _with_index(call: OpCall, ins: tuple[Placement, ...]) -> Iterator[tuple[Placement, ...]]:
     """The same operands, and with each of the axes' indices as this axis' own."""
     yield ins
     for index, name in enumerate(call.names):

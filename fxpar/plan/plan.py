@@ -20,11 +20,11 @@ from fxpar.errors import PlanError, shorter, shown
 from fxpar.mesh.mesh import Mesh
 from fxpar.mesh.purpose import DENSE, PURPOSES, Cuts
 from fxpar.plan.cost import Cost
-from fxpar.plan.experts import DISPATCHES, DROP_POLICIES, expert_problems
+from fxpar.plan.expert_checks import DISPATCHES, DROP_POLICIES, expert_problems
 from fxpar.plan.graphs import CudaGraphs
 from fxpar.plan.option_checks import by_path, changed, check_known, fault, globs, part
-from fxpar.plan.pipeline import MOST_RANKS, pipeline_problems
-from fxpar.plan.recompute import RECOMPUTES, recompute_problems
+from fxpar.plan.pipeline_checks import MOST_RANKS, pipeline_problems
+from fxpar.plan.recompute_checks import RECOMPUTES, recompute_problems
 from fxpar.plan.yaml_io import read_mapping
 
 SPLITS = ("column", "row", "head", "vocab", "replicate")

@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 
 from fxpar.layout.cached_hash import remembers_hash
 from fxpar.layout.layout import Layout
-from fxpar.layout.symbols import Size, shape_text
+from fxpar.layout.symbolic_sizes import Size, shape_text
 from fxpar.mesh.mesh import Mesh
 from fxpar.mesh.purpose import DENSE
 from fxpar.plan.plan import Plan

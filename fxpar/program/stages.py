@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from fxpar.program.copying import copy_node
-from fxpar.program.gradients import carried, reached
+from fxpar.program.grad_flow import carried, reached
 from fxpar.program.operators import GraphOperator
 from fxpar.program.program import (
     Input,
@@ -35,7 +35,7 @@ _SENT = "fxpar.sent."
 
 
 @dataclass(frozen=True)
-class Crossing:
+class StageCut:
     """A value that one stage sends to the next.
 
     Attributes:
@@ -70,7 +70,7 @@ def is_transfer(node: fx.Node) -> bool:
     return isinstance(node.target, GraphOperator) and node.target.__name__ == "transfer"
 
 
-def crossings(program: Program) -> list[Crossing]:
+def crossings(program: Program) -> list[StageCut]:
     """What crosses each cut, in the order in which it is sent."""
     flags = carried(program)
     ends = reached(program, flags)
@@ -78,7 +78,7 @@ def crossings(program: Program) -> list[Crossing]:
     for node in program.graph.nodes:
         if is_transfer(node):
             (source,) = node.all_input_nodes
-            crossed.append(Crossing(node, source, any(flags[node]) and node in ends))
+            crossed.append(StageCut(node, source, any(flags[node]) and node in ends))
     return crossed
 
 

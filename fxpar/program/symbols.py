@@ -13,7 +13,7 @@ from typing import Any
 import sympy
 import torch
 
-from fxpar.layout.symbols import Size, evaluate, names, parse_size, simplify, symbol
+from fxpar.layout.symbolic_sizes import Size, evaluate, names, parse_size, simplify, symbol
 
 _RELATIONS: Mapping[str, type[sympy.core.relational.Relational]] = {
     "==": sympy.Eq,
@@ -25,7 +25,7 @@ _RELATIONS: Mapping[str, type[sympy.core.relational.Relational]] = {
 }
 RELATIONS = tuple(_RELATIONS)
 
-# What computes the operations of `fxpar.layout.symbols.last_operation` in a graph.
+# What computes the operations of `fxpar.layout.symbolic_sizes.last_operation` in a graph.
 SIZE_FUNCTIONS: Mapping[str, Callable[[Any, Any], Any]] = {
     "add": operator.add,
     "mul": operator.mul,

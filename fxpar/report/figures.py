@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console, Group
 
 from fxpar.analysis.balance import Received
-from fxpar.report.loads import ExpertLoad
+from fxpar.report.load_balance import ExpertLoad
 
 
 @dataclass(frozen=True)
@@ -247,8 +247,8 @@ class Report:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     def __rich__(self) -> Group:
+        from fxpar.report.rich_tables import as_group
         from fxpar.report.sections import all_sections
-        from fxpar.report.text import as_group
 
         return as_group(all_sections(self))
 

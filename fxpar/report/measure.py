@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.errors import InputError
 from fxpar.layout.nesting import local_shape
-from fxpar.layout.symbols import evaluate
+from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops.lower import Lowered
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program.program import Program, ScalarType, has_note, note, output_layouts, tensor_type
@@ -41,7 +41,7 @@ _UNCOUNTABLE = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-# What a collective moves in the terms of `analysis.collectives`: the operand, or what all ranks' operands make up.
+# What a collective moves in the terms of `analysis.communication`: the operand, or what all ranks' operands make up.
 _NAMES: Mapping[str, str] = {
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",
@@ -51,7 +51,7 @@ _NAMES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Place:
+class StepLocation:
     """Where a step is: phase (forward, backward, recompute, parameter) and module."""
 
     phase: str
@@ -62,7 +62,7 @@ class Place:
 class Kept:
     """A storage that is kept for the backward: its bytes, and where it was made."""
 
-    place: Place
+    place: StepLocation
     bytes: int
 
 
@@ -71,7 +71,7 @@ class Peak:
     """The moment at which most bytes are alive, besides parameters, buffers and inputs; and the operator that ran."""
 
     bytes: int
-    place: Place
+    place: StepLocation
     operator: str
 
 
@@ -97,7 +97,7 @@ class Measured:
     @property
     def peak(self) -> Peak:
         """Of the whole step."""
-        nothing = Peak(0, Place("forward", ""), "")
+        nothing = Peak(0, StepLocation("forward", ""), "")
         return max(self.peaks, key=lambda peak: peak.bytes, default=nothing)
 
 
@@ -112,7 +112,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self, storages: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.own = storages
-        self.place = Place("forward", "")
+        self.place = StepLocation("forward", "")
         self.peaks: dict[str, Peak] = {}
         self.largest = Peak(0, self.place, "")
         self.collectives: Counter[tuple[str, int]] = Counter()
@@ -169,7 +169,7 @@ class _Walk(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, ledger: Ledger, *, backward: bool) -> None:
         super().__init__(module)
         self.ledger, self.saved, self._backward = ledger, list[Kept](), backward
-        self._made: dict[int, tuple[weakref.ref[Any], Place]] = {}
+        self._made: dict[int, tuple[weakref.ref[Any], StepLocation]] = {}
         nodes = [node for node in module.graph.nodes if node.op == "call_function"]
         # Numbers of the backward may stand in front of the forward.
         nodes = [node for node in nodes if has_note(node) and not isinstance(note(node).type, ScalarType)]
@@ -184,7 +184,7 @@ class _Walk(fx.Interpreter):
         if has_note(n) and n.op == "call_function":
             node_note = note(n)
             phase = RECOMPUTE if node_note.origin == RECOMPUTE and node_note.phase else node_note.phase or "forward"
-            self.ledger.place = Place(phase, node_note.fqn)
+            self.ledger.place = StepLocation(phase, node_note.fqn)
         output = super().run_node(n)
         if n.op == "call_function":
             for value in pytree.tree_leaves(output):
@@ -207,7 +207,9 @@ class _Walk(fx.Interpreter):
                 key = leaf.untyped_storage()._cdata if isinstance(leaf, Tensor) else None
                 if key is not None and key not in self.ledger.own and key not in seen:
                     seen.add(key)
-                    place = self._made[key][1] if key in self._made else Place("forward", "")  # else the random state
+                    place = (
+                        self._made[key][1] if key in self._made else StepLocation("forward", "")
+                    )  # else the random state
                     self.saved.append(Kept(place, leaf.untyped_storage().nbytes()))
 
 

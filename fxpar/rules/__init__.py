@@ -1,13 +1,13 @@
 """For each operation, its legal layouts: checked by brute force (`fxpar.oracle.check`)."""
 
 from fxpar.rules.table import inferred, key_of, register_rule, rule_for, rule_of, rules, seeded, unregister_rule
-from fxpar.signatures.calls import Call, bind_arguments, call_of
 from fxpar.signatures.engine import infer, partial_signatures, seed_signature
+from fxpar.signatures.op_call import OpCall, bind_arguments, call_of
 from fxpar.signatures.rule import Labelling, Refusal, Rule, Signature
 
 __all__ = [
-    "Call",
     "Labelling",
+    "OpCall",
     "Refusal",
     "Rule",
     "Signature",

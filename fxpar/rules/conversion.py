@@ -22,7 +22,7 @@ from fxpar.layout.layout import I, Layout, Placement, R
 from fxpar.layout.nesting import innermost, joined_cut, misfit, spelled
 from fxpar.ops.coercion_table import COERCION_OF, Coercion, coercion, gradient_coercion
 from fxpar.plan.cost import Cost
-from fxpar.program.coercions import axes_of, held_fraction, misnamed, resting, unsettled
+from fxpar.program.placements import axes_of, held_fraction, misnamed, resting, unsettled
 from fxpar.program.program import describe, note, operands, output_layouts, output_types
 
 

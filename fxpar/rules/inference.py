@@ -24,16 +24,16 @@ from fxpar.ops import alike
 from fxpar.ops.coercion_table import COERCION_OF, Coercion, coercion
 from fxpar.ops.coercions import all_reduce_coalesced, sum_gradients
 from fxpar.ops.random import axis_index
-from fxpar.program.coercions import axes_of, in_backward, resting, unsettled
+from fxpar.program.placements import axes_of, in_backward, resting, unsettled
 from fxpar.program.program import Program, operands, output_layouts, output_types
 from fxpar.program.step import is_forward
+from fxpar.rules.batchwise_ops import RowWise
 from fxpar.rules.conversion import bucketed, coalesced, coerced, fail
 from fxpar.rules.local import peeled_call, whole_call
-from fxpar.rules.memo import Answers, question
-from fxpar.rules.rows import RowWise
+from fxpar.rules.rule_cache import Answers, question
 from fxpar.rules.table import inferred, rule_for, rule_of
-from fxpar.signatures.calls import Call, call_of
 from fxpar.signatures.engine import seed_signature
+from fxpar.signatures.op_call import OpCall, call_of
 from fxpar.signatures.rule import Refusal, Rule
 
 _ILL_TYPED = (IndexError, KeyError, TypeError, ValueError, ArithmeticError, AttributeError)
@@ -83,7 +83,7 @@ def context_of(
 
     Args:
         layouts: of each operand's tensors.
-        flags: as of `fxpar.program.gradients.carried`.
+        flags: as of `fxpar.program.grad_flow.carried`.
         row_wise: which operators the plan declares row-wise.
         answers: of the nodes before it.
     """
@@ -97,7 +97,7 @@ def context_of(
 
 
 @dataclass(frozen=True)
-class Step:
+class AxisInference:
     """An operation as one axis sees it.
 
     Attributes:
@@ -108,12 +108,12 @@ class Step:
     """
 
     axis: str
-    call: Call
+    call: OpCall
     operands: tuple[Placement, ...]
     found: tuple[Placement, ...] | Refusal
 
 
-def steps(node: fx.Node, context: Context) -> Iterator[Step]:
+def steps(node: fx.Node, context: Context) -> Iterator[AxisInference]:
     """An operation as each axis sees it, from the outermost; ends with the first that refuses.
 
     Raises:
@@ -129,7 +129,7 @@ def steps(node: fx.Node, context: Context) -> Iterator[Step]:
         )
     layouts = [_listed(layout, context.axes, order) for layout in context.layouts]
     try:
-        call: Call | Refusal = call_of(node, context.axes[order[0]])
+        call: OpCall | Refusal = call_of(node, context.axes[order[0]])
         if context.local and layouts and not isinstance(call, Refusal):
             call = whole_call(call, layouts[0], context.axes)
     except _ILL_TYPED as error:
@@ -140,7 +140,7 @@ def steps(node: fx.Node, context: Context) -> Iterator[Step]:
             fail(node, axis, f"{call.reason} ({shown(node, placements)})")
         call = replace(call, target=target_on(node, axis), rows=context.row_wise.of(node, axis))
         outputs = judged(call, placements, context)
-        yield Step(axis, call, placements, outputs)
+        yield AxisInference(axis, call, placements, outputs)
         if isinstance(outputs, Refusal):
             return
         if inside is not None:
@@ -159,7 +159,7 @@ def _listed(layout: Layout, axes: Mapping[str, int], order: Sequence[str]) -> La
     return ordered
 
 
-def _inside(call: Call, operands: Sequence[Placement], outputs: Sequence[Placement], n: int) -> Call | Refusal:
+def _inside(call: OpCall, operands: Sequence[Placement], outputs: Sequence[Placement], n: int) -> OpCall | Refusal:
     try:
         return replace(peeled_call(call, operands, outputs), n=n)
     except _ILL_TYPED as error:
@@ -171,7 +171,7 @@ def _ill_typed(error: Exception) -> Refusal:
     return Refusal(f"the arguments and types do not fit the operator ({type(error).__name__}: {error})")
 
 
-def judged(call: Call, placements: Sequence[Placement], context: Context) -> tuple[Placement, ...] | Refusal:
+def judged(call: OpCall, placements: Sequence[Placement], context: Context) -> tuple[Placement, ...] | Refusal:
     """Placements of the outputs of an operation on one axis, or the reason why it has none."""
     try:
         answer = inferred(call, placements, context.carries, composite=context.composite)
@@ -262,7 +262,7 @@ def remedy_of(node: fx.Node, context: Context, axis: str, *, exactly: bool = Fal
     return "" if step is None else _remedy(node, context, step, exactly=exactly)
 
 
-def _remedy(node: fx.Node, context: Context, step: Step, *, exactly: bool = False) -> str:
+def _remedy(node: fx.Node, context: Context, step: AxisInference, *, exactly: bool = False) -> str:
     expected = [layout.on(step.axis) for layout in output_layouts(node)]
 
     def judge(placements: Sequence[Placement]) -> Sequence[Placement] | Refusal:
@@ -286,7 +286,7 @@ Judgement = Callable[[Sequence[Placement]], Sequence[Placement] | Refusal]
 def suggest(
     judge: Judgement,
     rule: Rule | None,
-    call: Call,
+    call: OpCall,
     placements: Sequence[Placement],
     expected: Sequence[Placement],
     *,
@@ -321,7 +321,7 @@ def suggest(
 
 
 def _targets(
-    row: Coercion, rule: Rule | None, call: Call, placements: Sequence[Placement], index: int
+    row: Coercion, rule: Rule | None, call: OpCall, placements: Sequence[Placement], index: int
 ) -> Iterator[Placement]:
     """What a row can make of an operand: the kind itself, or shards that fit the others, then every plain shard."""
     if row.target != "S":

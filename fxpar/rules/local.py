@@ -16,13 +16,13 @@ import torch
 from fxpar.layout.layout import Layout, Piece, Placement
 from fxpar.layout.nesting import local_size, peel, seen_by
 from fxpar.layout.slices import local_bounds
-from fxpar.layout.symbols import Size
+from fxpar.layout.symbolic_sizes import Size
 from fxpar.program.program import TensorType
-from fxpar.signatures.calls import Call
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.rule import Refusal
 
 
-def whole_call(call: Call, layout: Layout, axes: Mapping[str, int]) -> Call | Refusal:
+def whole_call(call: OpCall, layout: Layout, axes: Mapping[str, int]) -> OpCall | Refusal:
     """The call with global bounds where it slices a dimension that is cut; else the call itself.
 
     Args:
@@ -45,17 +45,17 @@ def whole_call(call: Call, layout: Layout, axes: Mapping[str, int]) -> Call | Re
 _EVERYTHING = {"start": 0, "end": None, "step": 1}
 
 
-def _is_sliced(call: Call, placement: Placement) -> bool:
+def _is_sliced(call: OpCall, placement: Placement) -> bool:
     if call.target is not torch.ops.aten.slice.Tensor or not placement.is_shard:
         return False
     return int(call.get("dim", 0)) % len(call.operands[0].shape) == placement.dim
 
 
-def _is_everything(call: Call, dim: int) -> bool:
+def _is_everything(call: OpCall, dim: int) -> bool:
     return call.outputs[0].shape[dim] == call.operands[0].shape[dim]
 
 
-def _whole_bounds(call: Call, placement: Placement, size: Size, n: int) -> tuple[int, int] | Refusal:
+def _whole_bounds(call: OpCall, placement: Placement, size: Size, n: int) -> tuple[int, int] | Refusal:
     """The bounds of a slice as the axis sees them, for those of what it leaves."""
     part, step = local_size(placement, n), call.get("step", 1)
     bounds = _in_numbers(call, part)
@@ -70,7 +70,7 @@ def _whole_bounds(call: Call, placement: Placement, size: Size, n: int) -> tuple
     return whole
 
 
-def _in_numbers(call: Call, size: Size) -> tuple[int, int] | None:
+def _in_numbers(call: OpCall, size: Size) -> tuple[int, int] | None:
     """The bounds of a slice of a dimension of `size` elements, from its start and end."""
     start, end = call.get("start"), call.get("end")
     low, high = 0 if start is None else start, size if end is None else end
@@ -79,7 +79,7 @@ def _in_numbers(call: Call, size: Size) -> tuple[int, int] | None:
     return tuple(max(0, min(size, value + size if value < 0 else value)) for value in (low, high))  # type: ignore[return-value]
 
 
-def peeled_call(call: Call, operands: Sequence[Placement], outputs: Sequence[Placement]) -> Call:
+def peeled_call(call: OpCall, operands: Sequence[Placement], outputs: Sequence[Placement]) -> OpCall:
     """The call as the axes inside see it, once its axis has cut operands and outputs as given.
 
     Raises:

@@ -19,18 +19,18 @@ from fxpar.ops import COMPOSITE_OF, OPERATORS, Operator
 from fxpar.program.operators import GraphOperator
 from fxpar.signatures.along import along_rules
 from fxpar.signatures.autograd_functions import nonlinearity
-from fxpar.signatures.calls import Call
+from fxpar.signatures.batchwise_rule import ROW_WISE
 from fxpar.signatures.complexes import complex_rules
 from fxpar.signatures.contraction import contraction_rules
 from fxpar.signatures.engine import infer, seed_signature
 from fxpar.signatures.gradients import gradient_rules
 from fxpar.signatures.indexing import indexing_rules
 from fxpar.signatures.matmul import formula, matmul_rules
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import pointwise_labels, pointwise_rules
 from fxpar.signatures.randomness import random_rules
 from fxpar.signatures.reduce import reduction_rules
 from fxpar.signatures.routed import routed_rules
-from fxpar.signatures.rows import ROW_WISE
 from fxpar.signatures.rule import Refusal, Rule, Signature
 from fxpar.signatures.views import view_rules
 
@@ -61,12 +61,12 @@ def rule_of(target: Any) -> Rule | None:
     return target.rule if isinstance(target, Operator) else _RULES.get(key_of(target))
 
 
-def rule_for(call: Call) -> Rule | None:
+def rule_for(call: OpCall) -> Rule | None:
     """The rule of a call: its operator's, or that of what the plan declares row-wise."""
     return rule_of(call.target) if call.rows is None else ROW_WISE
 
 
-def seeded(call: Call, index: int, placement: Placement) -> tuple[Signature | Refusal, bool]:
+def seeded(call: OpCall, index: int, placement: Placement) -> tuple[Signature | Refusal, bool]:
     """The signature that makes operand `index` a shard as given, and whether it is that of a composite operator."""
     rule = rule_for(call)
     if rule is None:
@@ -81,7 +81,7 @@ def seeded(call: Call, index: int, placement: Placement) -> tuple[Signature | Re
 
 
 def inferred(
-    call: Call, placements: Sequence[Placement], carries: Sequence[bool], *, composite: bool
+    call: OpCall, placements: Sequence[Placement], carries: Sequence[bool], *, composite: bool
 ) -> tuple[Placement, ...] | Refusal:
     """As `infer` with the operation's rule.
 

@@ -22,10 +22,10 @@ from fxpar.capture.trace import signature_of
 from fxpar.errors import InputError
 from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.nesting import local_shape
-from fxpar.layout.symbols import evaluate
+from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.passes.assign_rng import RNG_PATH
+from fxpar.program.batch_dim import batch_rows, batch_size
 from fxpar.program.program import Input, Program, output_layouts
-from fxpar.program.rows import batch_rows, batch_size
 
 # What transformers calls a cache, and the flag that asks for one.
 _CACHES = ("past_key_values", "past_key_value", "cache_params", "use_cache")
@@ -201,7 +201,7 @@ def bind(spec: CallSpec, call: Any, device: torch.device) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BatchSizes:
     """Sizes of a call.
 
     Attributes:
@@ -213,13 +213,13 @@ class Sizes:
     given: dict[str, int]
 
 
-def sizes_of(program: Program, inputs: Mapping[str, Tensor]) -> Sizes | None:
+def sizes_of(program: Program, inputs: Mapping[str, Tensor]) -> BatchSizes | None:
     """The symbols' values; None where the program was traced for other fixed sizes.
 
     Raises:
         InputError: sizes differ that were equal in the example.
     """
-    sizes = Sizes({}, {})
+    sizes = BatchSizes({}, {})
     first: dict[str, str] = {}
     symbols = {symbol.size: symbol for symbol in program.symbols}
     entries = user_inputs(program)

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fxpar.ops.products import Destination, into
-from fxpar.runtime.parts import Part, Step
+from fxpar.runtime.step_phases import LoweredStep, StepPart
 
 Values = dict[str, Any]
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
-class Place(Protocol):
+class GradientSink(Protocol):
     """Where gradients are to stay."""
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -96,7 +96,9 @@ class Runnable(Protocol):
             sizes: of the call, by symbol.
         """
 
-    def backward(self, saved: Values, tangents: Mapping[str, Tensor], place: Place | None = None) -> dict[str, Tensor]:
+    def backward(
+        self, saved: Values, tangents: Mapping[str, Tensor], place: GradientSink | None = None
+    ) -> dict[str, Tensor]:
         """What the backward gives, by name of the value.
 
         Args:
@@ -120,7 +122,7 @@ class StepCalls:
 
     def __init__(
         self,
-        step: Step,
+        step: LoweredStep,
         forward: Sequence[UnitCall],
         backward: Sequence[UnitCall],
         constants: Mapping[str, Any],
@@ -146,7 +148,9 @@ class StepCalls:
         """What is there before the first call."""
         return {**self.constants, **{size_name(name): size for name, size in sizes.items()}, **values}
 
-    def backward(self, saved: Values, tangents: Mapping[str, Tensor], place: Place | None = None) -> dict[str, Tensor]:
+    def backward(
+        self, saved: Values, tangents: Mapping[str, Tensor], place: GradientSink | None = None
+    ) -> dict[str, Tensor]:
         """See `Runnable`."""
         saved.update({self.step.tangents[name]: tangent for name, tangent in tangents.items()})
         for index in range(len(self.backward_calls)):
@@ -166,7 +170,7 @@ class StepCalls:
             self.run_backward(index, saved, None)
         return {name: saved[name] for name in self.gives}
 
-    def run_backward(self, index: int, values: Values, place: Place | None) -> None:
+    def run_backward(self, index: int, values: Values, place: GradientSink | None) -> None:
         """One call of the backward, behind which the gradients that are ready are placed."""
         call, ready = self.backward_calls[index], self.ready[index]
         if place is None or not ready:
@@ -219,12 +223,12 @@ class ForwardCalls:
         return {**self.constants, **{size_name(name): size for name, size in sizes.items()}, **values}
 
 
-def part_call(part: Part) -> UnitCall:
+def part_call(part: StepPart) -> UnitCall:
     """A part of a step as a call."""
     return UnitCall(part.module, part.inputs, part.outputs, uncaptured=part.uncaptured)
 
 
-def eager_calls(step: Step, *, whole: bool) -> StepCalls:
+def eager_calls(step: LoweredStep, *, whole: bool) -> StepCalls:
     """A step that runs operator by operator."""
     backward = step.whole_backward if whole else step.backward
     return StepCalls(

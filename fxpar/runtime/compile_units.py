@@ -23,7 +23,7 @@ from fxpar.runtime.segments import Segment, Unit, is_number, segments
 
 
 @dataclass(frozen=True)
-class Units:
+class StepUnits:
     """The units of a step.
 
     Attributes:
@@ -38,7 +38,7 @@ class Units:
     results: Mapping[Unit, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
-def units_of(graph: fx.Graph, phases: Collection[str], needed: Collection[str], *, paired: bool) -> Units:
+def units_of(graph: fx.Graph, phases: Collection[str], needed: Collection[str], *, paired: bool) -> StepUnits:
     """Pairs the segments of a step.
 
     Args:
@@ -72,7 +72,7 @@ def units_of(graph: fx.Graph, phases: Collection[str], needed: Collection[str], 
     units = {segment: unit(segment, pairs.get(segment)) for segment in first}
     backward = [units[of_backward[segment]] if segment in of_backward else unit(None, segment) for segment in second]
     forward = tuple(units[segment] for segment in first)
-    return Units(forward, tuple(backward), _results((*forward, *backward), needed))
+    return StepUnits(forward, tuple(backward), _results((*forward, *backward), needed))
 
 
 def _is_early(node: fx.Node, place: Mapping[fx.Node, int], at: int) -> bool:

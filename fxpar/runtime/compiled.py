@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
-from fxpar.layout.symbols import Size
+from fxpar.layout.symbolic_sizes import Size
 from fxpar.plan.plan import Plan
 from fxpar.program.step import BACKWARD, PARAMETER, WEIGHT
 from fxpar.runtime.calls import ForwardCalls, StepCalls, UnitCall, Values, size_name
-from fxpar.runtime.compile_units import Units, units_of
+from fxpar.runtime.compile_units import StepUnits, units_of
 from fxpar.runtime.inductor import Boxed, Inductor, Pair
-from fxpar.runtime.parts import Step
 from fxpar.runtime.segments import Segment, Unit, graph_of, is_number
 from fxpar.runtime.sizes import Scope, Scopes, Variants
+from fxpar.runtime.step_phases import LoweredStep
 
 # Told how many of a step's units are compiled, and of how many.
 Told = Callable[[int, int], None]
@@ -94,7 +94,7 @@ class CompiledUnits:
         with self._mode:
             return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
-    def _propagate(self, units: Units, fakes: dict[str, Tensor], tangents: Mapping[str, str]) -> None:
+    def _propagate(self, units: StepUnits, fakes: dict[str, Tensor], tangents: Mapping[str, str]) -> None:
         """Shapes of all that units give, those of units of one text computed once."""
         for unit in units.forward:
             assert unit.forward is not None
@@ -121,7 +121,7 @@ class CompiledUnits:
         named = zip(gives, self._shapes[key], strict=True)
         fakes.update((name, fake) for name, fake in named if name not in again)
 
-    def _compile_all(self, units: Units, fakes: Mapping[str, Tensor]) -> dict[Unit, Pair | Boxed]:
+    def _compile_all(self, units: StepUnits, fakes: Mapping[str, Tensor]) -> dict[Unit, Pair | Boxed]:
         keys = {unit: self._key(unit, units, fakes) for unit in (*units.forward, *units.backward)}
         new = {key: unit for unit, key in reversed(keys.items()) if key not in self._known}
         for i, (key, unit) in enumerate(reversed(new.items())):
@@ -134,14 +134,14 @@ class CompiledUnits:
     def _takes(self, unit: Unit) -> tuple[str, ...]:
         return (*map(size_name, self._scope.names), *unit.early, *map(_identity, unit.identities))
 
-    def _forward_call(self, unit: Unit, units: Units, compiled: Pair | Boxed, number: int) -> UnitCall:
+    def _forward_call(self, unit: Unit, units: StepUnits, compiled: Pair | Boxed, number: int) -> UnitCall:
         gives = tuple(unit.nodes[i].name for i in units.results[unit][0])
         if isinstance(compiled, Pair):
             saved = _saved(number, compiled)
             return UnitCall(compiled.forward, self._takes(unit), (*gives, *saved), uncaptured=unit.uncaptured)
         return UnitCall(compiled, self._takes(unit), gives, uncaptured=unit.uncaptured)
 
-    def _backward_call(self, unit: Unit, units: Units, compiled: Pair | Boxed, number: int | None) -> UnitCall:
+    def _backward_call(self, unit: Unit, units: StepUnits, compiled: Pair | Boxed, number: int | None) -> UnitCall:
         gives = tuple(unit.nodes[i].name for i in units.results[unit][1])
         if isinstance(compiled, Pair):
             assert number is not None
@@ -150,11 +150,11 @@ class CompiledUnits:
             return UnitCall(compiled.backward, takes, gives, uncaptured=unit.uncaptured)
         return UnitCall(compiled, self._takes(unit), gives, uncaptured=unit.uncaptured)
 
-    def _key(self, unit: Unit, units: Units, fakes: Mapping[str, Tensor]) -> Any:
+    def _key(self, unit: Unit, units: StepUnits, fakes: Mapping[str, Tensor]) -> Any:
         metas = tuple(_meta(fakes[name]) for name in (*unit.early, *unit.late))
         return unit.text, unit.forward is None, unit.backward is None, units.results[unit], metas
 
-    def _compile(self, unit: Unit, units: Units, fakes: Mapping[str, Tensor]) -> Pair | Boxed:
+    def _compile(self, unit: Unit, units: StepUnits, fakes: Mapping[str, Tensor]) -> Pair | Boxed:
         results = units.results[unit]
         function = graph_of(unit, results, self._scope.names)
         operands: list[Any] = self._scope.integers
@@ -188,11 +188,13 @@ class Compiler:
     """
 
     def __init__(self, plan: Plan, device: torch.device, shapes: Mapping[str, tuple[Size, ...]]) -> None:
-        inductor, progress = Inductor(plan), Progress()
+        inductor, progress = Inductor(plan), CompileProgress()
         self._scopes = Scopes(shapes, lambda scope: CompiledUnits(inductor, device, progress, scope))
         self._known: dict[Hashable, Variants[CompiledUnits, Any]] = {}
 
-    def step(self, step: Step, sizes: Mapping[str, int], values: Mapping[str, Tensor], *, whole: bool) -> StepCalls:
+    def step(
+        self, step: LoweredStep, sizes: Mapping[str, int], values: Mapping[str, Tensor], *, whole: bool
+    ) -> StepCalls:
         """A step.
 
         Args:
@@ -233,7 +235,7 @@ class Compiler:
         return self._known.setdefault(key, Variants(self._scopes))
 
 
-class Progress:
+class CompileProgress:
     """Tells of regions that are being compiled."""
 
     def __init__(self) -> None:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from fxpar.errors import InputError
 from fxpar.layout.nesting import local_shape
-from fxpar.layout.symbols import evaluate
-from fxpar.ops.groups import process_group
+from fxpar.layout.symbolic_sizes import evaluate
+from fxpar.ops.mesh_process_groups import process_group
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program.program import Program, TensorType, note, output_layouts
 from fxpar.program.stages import Stage, received_name
 from fxpar.runtime.channels import Channels
-from fxpar.runtime.programs import Call
+from fxpar.runtime.programs import BoundBatch
 from fxpar.runtime.rank_consensus import is_lost
 from fxpar.runtime.world import World
 from fxpar.schedule.messages import Kind, Message
@@ -38,7 +38,7 @@ class Evaluation:
     def __init__(self, world: World, rank_of: Sequence[int], channels: Channels) -> None:
         self._world, self._rank_of, self._channels = world, tuple(rank_of), channels
 
-    def check(self, call: Call, has_leaves: bool) -> None:
+    def check(self, call: BoundBatch, has_leaves: bool) -> None:
         """Refuses a call that is to be differentiated, on all ranks of the pipeline or on none. A collective call.
 
         Args:
@@ -60,7 +60,7 @@ class Evaluation:
     @torch.no_grad()
     def outputs(
         self,
-        call: Call,
+        call: BoundBatch,
         requested: Sequence[str],
         values: Mapping[str, Any],
         state: Callable[[], Tensor],
@@ -92,7 +92,7 @@ class Evaluation:
 
     def _stage(
         self,
-        call: Call,
+        call: BoundBatch,
         stage: Stage,
         requested: Sequence[str],
         values: Mapping[str, Any],
@@ -114,13 +114,13 @@ class Evaluation:
             self._channels.send(message, [outputs.pop(name) for name in stage.sent])
         return outputs
 
-    def _taken(self, call: Call, stage: Stage, before: Mapping[str, Tensor]) -> list[Tensor]:
+    def _taken(self, call: BoundBatch, stage: Stage, before: Mapping[str, Tensor]) -> list[Tensor]:
         if self._rank_of[stage.number - 1] == self._world.place:
             return [before[name] for name in stage.received]
         shapes = [part_of(stage.program, node, call.sizes) for node in stage.received.values()]
         return self._channels.receive(Message(Kind.ACTIVATION, stage.number - 1, stage.number, 0), shapes)
 
-    def _everywhere(self, call: Call, name: str, value: Tensor | None) -> Tensor:
+    def _everywhere(self, call: BoundBatch, name: str, value: Tensor | None) -> Tensor:
         """An output on all ranks of the pipeline, from the one whose stage computes it."""
         stages = call.ready.stages.values()
         maker = self._rank_of[next(stage.number for stage, _ in stages if name in stage.program.outputs)]

@@ -1,7 +1,7 @@
 """What a call of a module does with one batch: a forward, or a forward and a backward.
 
 Enters: a batch in canonical form. Leaves: the outputs of the program that fits it, or what a forward and a backward
-leave of the parameters' gradients (`Part`).
+leave of the parameters' gradients (`MicrobatchResult`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from fxpar.errors import InputError
 from fxpar.passes.reduction import COUNT
+from fxpar.program.buffer_outputs import is_buffer
 from fxpar.program.expert_load_outputs import is_counted
-from fxpar.program.written import is_buffer
 from fxpar.runtime import batch as calls
 from fxpar.runtime.inputs import Inputs, Shapes
-from fxpar.runtime.microbatches import Microbatch, Part, weight
-from fxpar.runtime.programs import Call, Programs
+from fxpar.runtime.microbatches import Microbatch, MicrobatchResult, weight
+from fxpar.runtime.programs import BoundBatch, Programs
 from fxpar.runtime.runner import Prepared, Runner
 
 
@@ -33,7 +33,7 @@ class Bound:
         are_equal: whether the ranks' values are equal, where the device has yet to say that.
     """
 
-    call: Call
+    call: BoundBatch
     loss: str
     are_equal: Tensor | None
 
@@ -56,7 +56,7 @@ class ForwardBackward:
     def __init__(self, programs: Programs, inputs: Inputs | None, runner: Runner, loss: Any) -> None:
         self._programs, self._inputs, self._runner, self._loss = programs, inputs, runner, loss
 
-    def forward(self, batch: Any) -> tuple[Call, dict[str, Tensor]]:
+    def forward(self, batch: Any) -> tuple[BoundBatch, dict[str, Tensor]]:
         """All outputs of a batch by name, and the call that gave them.
 
         Raises:
@@ -130,7 +130,7 @@ class ForwardBackward:
         state: Callable[[], Tensor],
         microbatch: Microbatch | None,
         scaler: torch.amp.GradScaler | None,
-    ) -> Part:
+    ) -> MicrobatchResult:
         """Forward and backward of a batch's loss.
 
         Args:
@@ -152,9 +152,9 @@ class ForwardBackward:
 
         ran = self._runner.step(call, ready, name, tangent, state, microbatch)
         rows = {output: value for output, value in ran.outputs.items() if is_counted(output)}
-        return Part(ran.outputs[name], ran, ran.outputs[COUNT] if weighs else None, rows)
+        return MicrobatchResult(ran.outputs[name], ran, ran.outputs[COUNT] if weighs else None, rows)
 
-    def _bound(self, batch: Any, with_loss: bool, differentiated: bool = True) -> tuple[Call, Tensor | None]:
+    def _bound(self, batch: Any, with_loss: bool, differentiated: bool = True) -> tuple[BoundBatch, Tensor | None]:
         """The program for a call, and whether the ranks' values are equal, where the device has yet to say that."""
         are_equal, shapes = None, None
         if self._inputs is not None:
@@ -166,12 +166,12 @@ class ForwardBackward:
         facts = self._programs.facts(batch, sizes=False)
         return self._inputs.compare(batch, facts, self._programs.without_rows)
 
-    def _named(self, call: Call, are_equal: Tensor | None) -> Bound:
+    def _named(self, call: BoundBatch, are_equal: Tensor | None) -> Bound:
         name = self._loss_name(call, "train_step")
         self._check_padding(call, name)
         return Bound(call, name, are_equal)
 
-    def _check_padding(self, call: Call, loss: str) -> None:
+    def _check_padding(self, call: BoundBatch, loss: str) -> None:
         if call.unproven:
             assert self._inputs is not None, "only what was compared can be longer elsewhere"
             if self._runner.evaluation is not None:
@@ -183,7 +183,7 @@ class ForwardBackward:
                 )
             check_padding(call, lambda tried: self._runner.gradients(tried, loss), self._inputs.somewhere)
 
-    def _loss_name(self, call: Call, where: str) -> str:
+    def _loss_name(self, call: BoundBatch, where: str) -> str:
         name = call.compiled.program.loss
         if not name:
             what = f"{self._loss!r}" if isinstance(self._loss, str) else "or more than one scalar"
@@ -197,7 +197,7 @@ class ForwardBackward:
 
 
 def check_padding(
-    call: Call, run: Callable[[Call], Sequence[Tensor | None]], somewhere: Callable[[bool], bool]
+    call: BoundBatch, run: Callable[[BoundBatch], Sequence[Tensor | None]], somewhere: Callable[[bool], bool]
 ) -> None:
     """Refuses a model whose loss, or a gradient of it or a buffer, depends on what stands behind the end of sequences.
 

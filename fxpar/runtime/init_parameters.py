@@ -17,18 +17,18 @@ from fxpar.runtime.master_weights import MainParameter
 from fxpar.runtime.meta_model import attach
 from fxpar.runtime.parameters import Elsewhere, WholeParameter
 from fxpar.state.checkpoint import Checkpoint
-from fxpar.state.initial import Named, named_tensors
-from fxpar.state.parts import Loading, parts
-from fxpar.state.place import Place
-from fxpar.state.rank_tensors import Held, Line
+from fxpar.state.initial import ModelTensor, named_tensors
+from fxpar.state.place import ShardSpec
+from fxpar.state.rank_tensors import Line, RankTensors
 from fxpar.state.sharded import Sharded
 from fxpar.state.sharded_parameter import ShardedParameter
+from fxpar.state.weight_shards import Loading, parts
 
 if TYPE_CHECKING:
     from fxpar.runtime.module import ParallelModule
 
 
-def held_by(module: ParallelModule, model: nn.Module | None = None) -> Held:
+def held_by(module: ParallelModule, model: nn.Module | None = None) -> RankTensors:
     """What a module's rank holds, for those who load and save it.
 
     Args:
@@ -37,7 +37,7 @@ def held_by(module: ParallelModule, model: nn.Module | None = None) -> Held:
     world, tensors = module.world, named_tensors(module if model is None else model)
     tensors = [entry for entry in tensors if entry.first not in module.foreign]
     cut = (module.shape_of, module.layout_of, module.plan.axes, world.coordinates)
-    return Held(tensors, module.saved_names, *cut, world.rank, world.size, world.agreement.agree, module.line)
+    return RankTensors(tensors, module.saved_names, *cut, world.rank, world.size, world.agreement.agree, module.line)
 
 
 def line_of(module: ParallelModule, model: nn.Module, places: Mapping[str, Collection[int]]) -> Line | None:
@@ -55,7 +55,7 @@ def line_of(module: ParallelModule, model: nn.Module, places: Mapping[str, Colle
         if entry.first in module.foreign:
             kind = dtype if dtype is not None and entry.tensor.is_floating_point() else entry.tensor.dtype
             meta_tensor = torch.empty(entry.tensor.shape, dtype=kind, device="meta")
-            elsewhere.append(Named(entry.names, nn.Parameter(meta_tensor, requires_grad=False)))
+            elsewhere.append(ModelTensor(entry.names, nn.Parameter(meta_tensor, requires_grad=False)))
     first = {name: min(holders) for name, holders in places.items() if len(holders) < len(world.line)}
     return Line(world.groups["pp"], world.line, world.place, world.device, first, elsewhere)
 
@@ -96,14 +96,14 @@ def adopt(
     return loading, attach(module, skeleton, taken, module.world.device)
 
 
-def _place_of(module: ParallelModule, name: str) -> Place | None:
+def _place_of(module: ParallelModule, name: str) -> ShardSpec | None:
     """Where this rank's part of a parameter or buffer lies; None where every rank holds it whole."""
     layout = module.layout_of(name)
     is_cut = any(placement.is_shard for _, placement in layout)
-    return Place(name, torch.Size(module.shape_of(name)), layout, module.world.ranks) if is_cut else None
+    return ShardSpec(name, torch.Size(module.shape_of(name)), layout, module.world.ranks) if is_cut else None
 
 
-def _parameter(part: Tensor, place: Place | None, requires_grad: bool, module: ParallelModule) -> nn.Parameter:
+def _parameter(part: Tensor, place: ShardSpec | None, requires_grad: bool, module: ParallelModule) -> nn.Parameter:
     kind: Any = MainParameter if is_mixed(module.plan) and part.is_floating_point() else nn.Parameter
     if kind is nn.Parameter and module.world.size > 1:
         kind = WholeParameter

@@ -24,7 +24,7 @@ from fxpar.errors import InputError
 from fxpar.mesh.mesh import Mesh
 from fxpar.mesh.purpose import DENSE, PURPOSES, Cuts
 from fxpar.ops.collectives import Group
-from fxpar.ops.groups import process_group
+from fxpar.ops.mesh_process_groups import process_group
 from fxpar.runtime import batch as calls
 from fxpar.runtime.meeting import Met
 from fxpar.runtime.world import World

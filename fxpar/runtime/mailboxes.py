@@ -21,12 +21,12 @@ from torch.cuda import can_device_access_peer as can_access
 from fxpar.analysis.exchanges import Reach
 from fxpar.errors import PlanError, RankError
 from fxpar.exchange import symmetric_buffer
-from fxpar.exchange.host import HostMailbox, machine
+from fxpar.exchange.cpu_symmetric_buffer import HostMailbox, machine
 from fxpar.exchange.streams import current_stream
-from fxpar.exchange.watch import Watch, end_process
+from fxpar.exchange.watch import Watchdog, end_process
 from fxpar.mesh.purpose import joined_names
 from fxpar.ops.collectives import Group
-from fxpar.ops.groups import process_group
+from fxpar.ops.mesh_process_groups import process_group
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, has_note, note
 from fxpar.program.regions import inlined
@@ -107,7 +107,7 @@ class Mailboxes:
         self._world.agreement.alarm.on_stop(functools.partial(symmetric_buffer.stop, name))
         return name
 
-    def _watch(self, device: torch.device) -> Watch:
+    def _watch(self, device: torch.device) -> Watchdog:
         """Ends this process where its GPU waits for a copy for longer than ranks wait for each other."""
         from fxpar.exchange.driver import allow_while_captured
 
@@ -123,7 +123,7 @@ class Mailboxes:
             else:  # waits were ended by then, and the device stands still all the same
                 end_process(error)
 
-        watch = Watch(agreement.rank, agreement.seconds, agreement, lambda: agreement.calls, end).start(prepare)
+        watch = Watchdog(agreement.rank, agreement.seconds, agreement, lambda: agreement.calls, end).start(prepare)
         weakref.finalize(self, watch.stop)  # at the process's exit too, in front of the device's end
         return watch
 
@@ -151,7 +151,7 @@ class _Marks:
     """Places in the work of a device, for who looks whether it comes there. Knows no mailboxes, which know it."""
 
     device: torch.device
-    watch: Watch
+    watch: Watchdog
     events: Iterator[torch.cuda.Event]
 
     def mark(self) -> None:

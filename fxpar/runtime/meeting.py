@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fxpar.errors import RankError
 from fxpar.ops.collectives import Group
-from fxpar.ops.groups import limit_of_cpus, process_group
+from fxpar.ops.mesh_process_groups import limit_of_cpus, process_group
 
 # Of a frame: whether the rank failed, its calls and agreements so far, its step, what it calls and where in it it is;
 # the rest is what is compared.

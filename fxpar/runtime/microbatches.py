@@ -59,7 +59,7 @@ class Ran:
 
 
 @dataclass(frozen=True)
-class Part:
+class MicrobatchResult:
     """A microbatch that has run.
 
     Attributes:
@@ -94,7 +94,7 @@ def unit_of(counted: Tensor) -> Tensor:
 def run_microbatches(
     parts: Sequence[Any],
     state: Tensor,
-    run: Callable[[Any, Microbatch], Part],
+    run: Callable[[Any, Microbatch], MicrobatchResult],
     finished: Callable[[dict[str, Tensor], Hashable, Finish], Mapping[str, Tensor]],
     adds: bool = False,
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -109,7 +109,7 @@ def run_microbatches(
 
     Microbatches whose programs leave other values for the parameter phase, as of other lengths, have one of their own.
     """
-    done: list[Part] = []
+    done: list[MicrobatchResult] = []
     totals: dict[Hashable, tuple[dict[str, Tensor], Ran]] = {}
     for index, part in enumerate(parts):
         unit = done[0].counted if done else None
@@ -142,7 +142,9 @@ def joined_loss(losses: Sequence[Tensor], adds: bool) -> Tensor:
     return stacked.sum() if adds else stacked.mean()
 
 
-def _joined(done: Sequence[Part], gradients: Mapping[str, Tensor], adds: bool) -> tuple[Tensor, Mapping[str, Tensor]]:
+def _joined(
+    done: Sequence[MicrobatchResult], gradients: Mapping[str, Tensor], adds: bool
+) -> tuple[Tensor, Mapping[str, Tensor]]:
     """The loss of the step. Gradients that were weighed by counts are divided by that of all."""
     if done[0].counted is None:
         return joined_loss([part.loss for part in done], adds), gradients

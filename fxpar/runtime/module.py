@@ -24,13 +24,13 @@ from fxpar.program.program import Program
 from fxpar.report import Report, make_report
 from fxpar.runtime import batch as calls
 from fxpar.runtime.budget import Budget
-from fxpar.runtime.buffers import Buffers
+from fxpar.runtime.expert_loads import gathered
 from fxpar.runtime.forward_backward import ForwardBackward
+from fxpar.runtime.grad_buffers import Buffers
 from fxpar.runtime.graphs.full import Ending
-from fxpar.runtime.graphs.table import GraphFigures, Graphs
+from fxpar.runtime.graphs.graph_cache import GraphFigures, Graphs
 from fxpar.runtime.init_parameters import adopt, held_by, line_of
 from fxpar.runtime.inputs import Inputs
-from fxpar.runtime.loads import gathered
 from fxpar.runtime.mailboxes import Mailboxes
 from fxpar.runtime.master_weights import Copies, check_scaler
 from fxpar.runtime.meta_model import seal
@@ -38,7 +38,7 @@ from fxpar.runtime.optimizers import Optimizers
 from fxpar.runtime.outputs import returned
 from fxpar.runtime.pipeline import Pipeline
 from fxpar.runtime.programs import Programs
-from fxpar.runtime.randomness import RandomState
+from fxpar.runtime.random_state import RandomState
 from fxpar.runtime.rank_consensus import together
 from fxpar.runtime.runner import Runner
 from fxpar.runtime.scaling import join
@@ -50,7 +50,7 @@ from fxpar.runtime.world import World
 from fxpar.state.checkpoint import Checkpoint
 from fxpar.state.full_state import fingerprints
 from fxpar.state.initial import named_tensors
-from fxpar.state.rank_tensors import Held
+from fxpar.state.rank_tensors import RankTensors
 
 
 class ParallelModule(Stateful):
@@ -242,7 +242,7 @@ class ParallelModule(Stateful):
             return [self.own_rows(part) for part in batch]
         return calls.own_rows(self.program, batch, self.world.coordinates)
 
-    def _held(self) -> Held:
+    def _held(self) -> RankTensors:
         return held_by(self)
 
     # ------------------------------------------------------------------ gradients

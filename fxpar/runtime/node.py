@@ -20,7 +20,7 @@ Backward = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 @dataclass
-class Pending:
+class PendingBackward:
     """A backward that is to come, once.
 
     Attributes:
@@ -38,7 +38,7 @@ class StepNode(torch.autograd.Function):
     """The outputs of a step; its backward."""
 
     @staticmethod
-    def forward(ctx: Any, pending: Pending, outputs: Sequence[Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, pending: PendingBackward, outputs: Sequence[Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
         """The outputs, which are there already."""
         ctx.set_materialize_grads(False)
         ctx.pending = pending
@@ -51,7 +51,7 @@ class StepNode(torch.autograd.Function):
         Raises:
             InputError: the backward is to be differentiated, or it has run.
         """
-        pending: Pending = ctx.pending
+        pending: PendingBackward = ctx.pending
         if torch.is_grad_enabled():
             raise InputError(
                 "its gradients cannot be differentiated again: a step has no second derivative",
@@ -79,6 +79,6 @@ def differentiable(
         names: those that can.
         leaves: the tensors whose gradients the backward gives, by name of the parameter.
     """
-    pending = Pending(tuple(names), tuple(leaves), run)
+    pending = PendingBackward(tuple(names), tuple(leaves), run)
     tracked: Any = StepNode.apply(pending, [outputs[name] for name in names], *leaves.values())  # type: ignore[no-untyped-call]
     return {**outputs, **dict(zip(names, tracked, strict=True))}

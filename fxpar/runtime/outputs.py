@@ -17,16 +17,16 @@ from fxpar.errors import InputError
 from fxpar.layout.layout import Layout, Placement, R, shard
 from fxpar.layout.nesting import seen_by
 from fxpar.layout.shards import without_padding
-from fxpar.layout.symbols import Size, evaluate
+from fxpar.layout.symbolic_sizes import Size, evaluate
 from fxpar.mesh.purpose import PURPOSES, Cuts
 from fxpar.ops.collectives import Cut, Group, gather_whole, take_own
 from fxpar.program.program import TensorType, note, output_layouts
 from fxpar.runtime.inputs import data_part
-from fxpar.runtime.programs import Call
+from fxpar.runtime.programs import BoundBatch
 from fxpar.runtime.world import World
 
 
-def returned(call: Call, outputs: Mapping[str, Tensor], world: World) -> Any:
+def returned(call: BoundBatch, outputs: Mapping[str, Tensor], world: World) -> Any:
     """The nest of a call's outputs.
 
     Raises:
@@ -51,7 +51,7 @@ def _with_plain_gradient(value: Tensor) -> Tensor:
     return view
 
 
-def _whole_or_dtensor(name: str, value: Tensor, layout: Layout, call: Call, world: World) -> Any:
+def _whole_or_dtensor(name: str, value: Tensor, layout: Layout, call: BoundBatch, world: World) -> Any:
     """A sharded output as DTensor where its shards are even blocks of dimensions; others are gathered."""
     program = call.compiled.program
     if not any(placement.is_shard for _, placement in layout):
@@ -89,7 +89,7 @@ def _whole_or_dtensor(name: str, value: Tensor, layout: Layout, call: Call, worl
 
 
 def _whole_shape(
-    name: str, local: Sequence[int], shape: Sequence[int], layout: Layout, call: Call, mine: int
+    name: str, local: Sequence[int], shape: Sequence[int], layout: Layout, call: BoundBatch, mine: int
 ) -> torch.Size:
     """The shape of the whole where data ranks hold other numbers of rows, as `DTensor` can say it.
 
@@ -125,7 +125,7 @@ def _is_block(placement: Placement, shape: Sequence[Size]) -> bool:
     return placement.is_padded or placement == shard(placement.dim, shape[placement.dim])
 
 
-def _gathered(name: str, value: Tensor, axis: str, placement: Placement, call: Call, world: World) -> Tensor:
+def _gathered(name: str, value: Tensor, axis: str, placement: Placement, call: BoundBatch, world: World) -> Tensor:
     if placement.is_shared:
         raise InputError(f"the ranks hold {placement} of it", where=f"output {name}", remedy="do not return it")
     pieces = [(evaluate(p.outer, call.sizes), evaluate(p.size, call.sizes)) for p in placement.pieces]

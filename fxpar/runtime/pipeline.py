@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.errors import InputError
-from fxpar.ops.groups import process_group
+from fxpar.ops.mesh_process_groups import process_group
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.passes.reduction import COUNT
 from fxpar.plan.plan import Plan
+from fxpar.program.buffer_outputs import buffer_name, is_buffer, written
 from fxpar.program.program import Program, tensor_type
 from fxpar.program.stages import Stage, holders, received_name
-from fxpar.program.written import buffer_name, is_buffer, written
+from fxpar.runtime.buffer_updates import Written
 from fxpar.runtime.channels import Channels
 from fxpar.runtime.deferred_grad_sync import Waiting
 from fxpar.runtime.evaluation import Evaluation, part_of
@@ -30,13 +31,12 @@ from fxpar.runtime.microbatches import Microbatch, joined_loss, unit_of, weight
 from fxpar.runtime.rank_consensus import is_lost
 from fxpar.runtime.runner import Prepared
 from fxpar.runtime.stage_assignment import schedule_of
-from fxpar.runtime.steps import Pending, Steps
-from fxpar.runtime.tied_stage_params import Shared
+from fxpar.runtime.steps import FinishedForward, Steps
+from fxpar.runtime.tied_stage_params import TiedStageParams
 from fxpar.runtime.world import World
-from fxpar.runtime.written import Written
 from fxpar.schedule.actions import Action, Phase
 from fxpar.schedule.messages import Kind, received, sent
-from fxpar.schedule.schedule import Schedule
+from fxpar.schedule.pipeline_schedule import Schedule
 
 # With which the backward of a microbatch ends.
 _LAST = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
@@ -58,7 +58,7 @@ class _Done:
     losses: dict[int, Tensor] = field(default_factory=dict)
     counts: dict[int, Tensor] = field(default_factory=dict)
     total: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    last: dict[int, Pending] = field(default_factory=dict)
+    last: dict[int, FinishedForward] = field(default_factory=dict)
     gradients: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
@@ -78,7 +78,7 @@ class Pipeline:
         first = self.schedule(plan.microbatches)
         self._channels = Channels(world, first)
         self._side = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
-        self.shared = Shared(
+        self.shared = TiedStageParams(
             world, {name: {first.rank_of[s] for s in stages} for name, stages in holders(program).items()}
         )
 
@@ -120,7 +120,7 @@ class Pipeline:
         """
         schedule = self.schedule(len(bounds))
         self._world.agreement.enter()
-        run = _Step(self, schedule, bounds, ready, self._random_state(bounds, state), scaler, new)
+        run = _PipelineStep(self, schedule, bounds, ready, self._random_state(bounds, state), scaler, new)
         actions = schedule.ranks[self._world.place]
         ends = {action.stage: action for action in actions if action.phase in _LAST}.values()
         for action in actions:
@@ -169,7 +169,7 @@ class Pipeline:
             value.record_stream(main)
         done.gradients[stage] = gradients
 
-    def _finished(self, run: _Step) -> dict[str, Tensor]:
+    def _finished(self, run: _PipelineStep) -> dict[str, Tensor]:
         """The gradients of what the microbatches have left: summed over data ranks, then over stages."""
         done, ready, call = run.done, run.ready[0], run.bounds[0].call
         trained = {fqn for stage, _ in call.ready.stages.values() for fqn in stage.trained if fqn in ready.leaves}
@@ -205,7 +205,7 @@ class Pipeline:
             like |= {fqn: ready.values[node] for fqn, node in nodes.items()}
         new.share(self._world, maker, like)
 
-    def _loss(self, run: _Step, bound: Bound) -> tuple[Tensor, Tensor | None]:
+    def _loss(self, run: _PipelineStep, bound: Bound) -> tuple[Tensor, Tensor | None]:
         """The loss of the step on all ranks; where gradients were weighed by counts, what they are multiplied by."""
         kind = tensor_type(bound.call.compiled.program.output_nodes()[bound.loss])
         is_counted = COUNT in bound.call.compiled.program.outputs
@@ -231,7 +231,7 @@ def _said(action: Action) -> str:
     return f"{what} of microbatch {action.microbatch} on stage {action.stage}"
 
 
-class _Step:
+class _PipelineStep:
     """One step of a pipeline on one rank.
 
     Args:
@@ -254,7 +254,7 @@ class _Step:
         self.done = _Done()
         # What counted in the microbatch whose loss was there first.
         self.unit: Tensor | None = None
-        self._flying: dict[tuple[int, int], Pending] = {}
+        self._flying: dict[tuple[int, int], FinishedForward] = {}
         # What stays on this rank: by kind, sending stage and microbatch.
         self._kept: dict[tuple[Kind, int, int], list[Tensor]] = {}
 
@@ -352,7 +352,7 @@ class _Step:
             self.unit = counted if self.unit is None else self.unit
         return share if self._scaler is None else self._scaler.scale(share)
 
-    def _add(self, action: Action, pending: Pending, gradients: Mapping[str, Tensor]) -> None:
+    def _add(self, action: Action, pending: FinishedForward, gradients: Mapping[str, Tensor]) -> None:
         before = self.done.last.get(action.stage)
         if before is not None and before.step.signature != pending.step.signature:
             raise InputError(

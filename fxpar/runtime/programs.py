@@ -21,7 +21,7 @@ from fxpar.capture.precision import cast_inputs, in_precision, input_dtype
 from fxpar.compile import compile_model, compile_program
 from fxpar.errors import FxparError, InputError
 from fxpar.layout.layout import Layout
-from fxpar.layout.symbols import names
+from fxpar.layout.symbolic_sizes import names
 from fxpar.manager import Pass
 from fxpar.mesh.purpose import Cuts, axis_that
 from fxpar.ops.lower import Lowered
@@ -31,13 +31,13 @@ from fxpar.passes.divide_batch import of_all_ranks
 from fxpar.passes.partition_stages import holding, partition_stages
 from fxpar.passes.sizes_needed import is_differentiable
 from fxpar.plan.plan import Plan
+from fxpar.program.batch_dim import batch_symbol
 from fxpar.program.dtypes import PRECISION_DTYPES
 from fxpar.program.program import Program, TensorType, note, output_layouts
-from fxpar.program.rows import batch_symbol
 from fxpar.program.stages import holders
 from fxpar.runtime import batch as calls
 from fxpar.runtime import variable_batches
-from fxpar.runtime.graphs.table import Graphs
+from fxpar.runtime.graphs.graph_cache import Graphs
 from fxpar.runtime.inputs import Shapes
 from fxpar.runtime.mailboxes import Mailboxes
 from fxpar.runtime.meta_model import skeleton_of
@@ -97,7 +97,7 @@ class Compiled:
 
 
 @dataclass(frozen=True)
-class Call:
+class BoundBatch:
     """A batch bound to its program.
 
     Attributes:
@@ -225,7 +225,7 @@ class Programs:
         with_loss: bool,
         shapes: Shapes | None = None,
         differentiated: bool = True,
-    ) -> Call:
+    ) -> BoundBatch:
         """The program for a call; it is compiled where none fits, on all ranks or on none.
 
         Args:
@@ -247,7 +247,7 @@ class Programs:
             sizes.given[batch_symbol(compiled.program)] = sum(fitted.rows)
         if not compiled.admits(sizes.given):
             _refuse_branch(sizes.given)
-        call = Call(compiled, compiled.ready, inputs, sizes.shares, compiled.indices)
+        call = BoundBatch(compiled, compiled.ready, inputs, sizes.shares, compiled.indices)
         if fitted.fills is not None:
             call = replace(call, fills=self._inputs(compiled, fitted.fills), unproven=fitted.unproven)
         if not fitted.rows:
@@ -256,7 +256,7 @@ class Programs:
             compiled.uneven.append(self._ready(compiled.program, uneven_rows=True))
         return replace(call, ready=compiled.uneven[0], places=(*compiled.indices, *fitted.places), rows=fitted.rows)
 
-    def _bound(self, batch: Any, with_loss: bool, differentiated: bool) -> Call:
+    def _bound(self, batch: Any, with_loss: bool, differentiated: bool) -> BoundBatch:
         calls.check(self.skeleton, batch, with_loss)
         known = self._known.setdefault(self._key(batch, with_loss), [])
         for compiled in known:
@@ -277,7 +277,7 @@ class Programs:
             _refuse_branch({} if sizes is None else sizes.given)
         return call
 
-    def with_all_places(self, call: Call) -> Call:
+    def with_all_places(self, call: BoundBatch) -> BoundBatch:
         """A call whose buffers have as many places as rows may need; without a budget it is the call itself."""
         if self._plan.receive_budget is None:
             return call
@@ -305,13 +305,13 @@ class Programs:
     def _modes(self) -> tuple[bool, ...]:
         return tuple(map(_TRAINING, self._modules))
 
-    def _fit(self, compiled: Compiled, batch: Any) -> Call | None:
+    def _fit(self, compiled: Compiled, batch: Any) -> BoundBatch | None:
         """The call by a program; None where the program is for other sizes."""
         inputs = self._inputs(compiled, batch)
         sizes = calls.sizes_of(compiled.program, inputs)
         if sizes is None or not compiled.admits(sizes.given):
             return None
-        return Call(compiled, compiled.ready, inputs, sizes.shares, compiled.indices)
+        return BoundBatch(compiled, compiled.ready, inputs, sizes.shares, compiled.indices)
 
     def _inputs(self, compiled: Compiled, batch: Any) -> dict[str, Tensor]:
         spec = compiled.captured.spec

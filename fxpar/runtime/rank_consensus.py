@@ -95,13 +95,13 @@ class Agreement:
 
     # ------------------------------------------------------------------ calls
 
-    def call(self, what: str, at_once: bool = False) -> _Call:
+    def call(self, what: str, at_once: bool = False) -> _CollectiveCall:
         """A context for one call that every rank makes; an error that leaves it is told to the others.
 
         Args:
             at_once: whether ranks meet at its begin, where it has no other place for that.
         """
-        return _Call(self, what, at_once)
+        return _CollectiveCall(self, what, at_once)
 
     def begin(self, what: str) -> None:
         """Counts a call."""
@@ -505,7 +505,7 @@ def _marked(method: Callable[Concatenate[Any, _P], _R], at_once: bool) -> Callab
     return call
 
 
-class _Call:
+class _CollectiveCall:
     def __init__(self, agreement: Agreement, what: str, at_once: bool) -> None:
         self._agreement, self._what, self._around, self._at_once = agreement, what, "", at_once
         self._call: tuple[str, float] | None = None

@@ -15,22 +15,22 @@ from torch import Tensor, nn
 from fxpar.errors import InputError
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.passes.reduction import COUNT
+from fxpar.program.buffer_outputs import is_buffer, written
 from fxpar.program.expert_load_outputs import is_counted
 from fxpar.program.mixed import is_copy
 from fxpar.program.program import Parameter
-from fxpar.program.written import is_buffer, written
-from fxpar.runtime.buffers import Buffers, Placing
+from fxpar.runtime.buffer_updates import Written
 from fxpar.runtime.deferred_grad_sync import Waiting
 from fxpar.runtime.evaluation import Evaluation
+from fxpar.runtime.grad_buffers import Buffers, Placing
 from fxpar.runtime.master_weights import Copies
 from fxpar.runtime.microbatches import Microbatch, Ran
 from fxpar.runtime.node import differentiable
-from fxpar.runtime.programs import Call
-from fxpar.runtime.randomness import RandomState
+from fxpar.runtime.programs import BoundBatch
+from fxpar.runtime.random_state import RandomState
 from fxpar.runtime.rank_consensus import Agreement
-from fxpar.runtime.tensor_addresses import Placed
+from fxpar.runtime.tensor_addresses import TensorAddresses
 from fxpar.runtime.tensors import Tensors
-from fxpar.runtime.written import Written
 from fxpar.state.sharded import Sharded
 from fxpar.state.sharded_parameter import leaf_of
 
@@ -50,7 +50,7 @@ class _Owned:
     values: dict[str, Tensor]
     leaves: dict[str, Tensor]
     seen: tuple[Tensor, ...]
-    state: Placed
+    state: TensorAddresses
     version: int
 
     def holds(self, version: int) -> bool:
@@ -74,9 +74,9 @@ class Prepared:
     leaves: dict[str, Tensor]
     random: tuple[str, ...]
     others: Mapping[str, Any]
-    placed: Placed
+    placed: TensorAddresses
 
-    def of(self, call: Call) -> Prepared:
+    def of(self, call: BoundBatch) -> Prepared:
         """What another call of the same program takes."""
         inputs = {
             entry.node: call.inputs[entry.path] for entry in call.compiled.program.inputs if entry.path != RNG_PATH
@@ -131,7 +131,7 @@ class Runner:
         """Gradients that are not summed over the ranks yet."""
         return self._waiting
 
-    def outputs(self, call: Call, requested: tuple[str, ...]) -> dict[str, Tensor]:
+    def outputs(self, call: BoundBatch, requested: tuple[str, ...]) -> dict[str, Tensor]:
         """The wanted outputs by name, to be differentiated where gradients are on.
 
         Raises:
@@ -140,7 +140,7 @@ class Runner:
         with self._random.of_accepted():
             return self._outputs(call, requested)
 
-    def _outputs(self, call: Call, requested: tuple[str, ...]) -> dict[str, Tensor]:
+    def _outputs(self, call: BoundBatch, requested: tuple[str, ...]) -> dict[str, Tensor]:
         ready = self.prepared(call, torch.is_grad_enabled())
         every = (*requested, *filter(is_buffer, call.compiled.program.outputs))
         if self.evaluation is not None:
@@ -197,7 +197,7 @@ class Runner:
     @torch.no_grad()
     def step(
         self,
-        call: Call,
+        call: BoundBatch,
         ready: Prepared,
         name: str,
         tangent: Callable[[Mapping[str, Tensor]], Tensor],
@@ -233,7 +233,7 @@ class Runner:
             return Ran(pending.outputs, {}, lambda total: gradients, step.signature)
         return Ran(pending.outputs, gradients, pending.parameter, step.signature)
 
-    def gradients(self, call: Call, name: str) -> list[Tensor | None]:
+    def gradients(self, call: BoundBatch, name: str) -> list[Tensor | None]:
         """An output, new values of buffers, and what this rank has of gradients, with the bits of no counted step."""
         microbatch = Microbatch(0, 1, self._random.peek())
         ready = self.prepared(call, True)
@@ -248,7 +248,7 @@ class Runner:
         new = [value for output, value in ran.outputs.items() if is_buffer(output)]
         return [ran.outputs[name], *new, *ran.unfinished.values()]
 
-    def prepared(self, call: Call, differentiated: bool) -> Prepared:
+    def prepared(self, call: BoundBatch, differentiated: bool) -> Prepared:
         """What a call takes.
 
         Raises:
@@ -276,7 +276,7 @@ class Runner:
         others.update(zip(call.ready.lowered.places, call.places, strict=True))
         return Prepared({**owned.values, **others}, owned.leaves, random, others, owned.state)
 
-    def _look(self, call: Call, tensors: Mapping[str, Tensor]) -> _Owned:
+    def _look(self, call: BoundBatch, tensors: Mapping[str, Tensor]) -> _Owned:
         """What a program takes of the module, and the leaves that are trained."""
         values: dict[str, Tensor] = {}
         leaves: dict[str, Tensor] = {}
@@ -293,7 +293,7 @@ class Runner:
                 leaves[parameter.fqn] = leaf
             values[parameter.node] = leaf.detach()
             seen.append(leaf)
-        return _Owned(values, leaves, tuple(seen), Placed(seen), self.tensors.version)
+        return _Owned(values, leaves, tuple(seen), TensorAddresses(seen), self.tensors.version)
 
     def _held(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """A parameter or buffer, if it is the module's own still."""

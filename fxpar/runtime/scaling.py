@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpar.ops.groups import process_group
+from fxpar.ops.mesh_process_groups import process_group
 from fxpar.runtime.world import World
 
 

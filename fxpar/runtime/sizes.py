@@ -18,7 +18,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fxpar.layout.symbols import Size
+from fxpar.layout.symbolic_sizes import Size
 
 Shape = tuple[Size, ...]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from fxpar.errors import ScheduleError
 from fxpar.plan.plan import Plan
-from fxpar.schedule.build import SCHEDULES, build_schedule
-from fxpar.schedule.schedule import Schedule
+from fxpar.schedule.builtin_schedules import SCHEDULES, build_schedule
+from fxpar.schedule.pipeline_schedule import Schedule
 from fxpar.schedule.text import read_schedule
 from fxpar.schedule.verified import verified
 

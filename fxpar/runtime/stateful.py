@@ -15,16 +15,16 @@ from torch import Tensor
 
 from fxpar.errors import InputError
 from fxpar.plan.plan import Plan
-from fxpar.runtime.randomness import RandomState
+from fxpar.runtime.random_state import RandomState
 from fxpar.runtime.rank_consensus import together_at_once
 from fxpar.runtime.refusals import Root
 from fxpar.state import distributed_state
 from fxpar.state.checkpoint import Checkpoint
 from fxpar.state.export import save_checkpoint
 from fxpar.state.full_state import full_state_dict, load_full_state_dict
-from fxpar.state.parts import load
-from fxpar.state.rank_tensors import Held
-from fxpar.state.training import Extras, Progress, resume_training, save_training
+from fxpar.state.rank_tensors import RankTensors
+from fxpar.state.training_checkpoint import Extras, TrainingProgress, resume_training, save_training
+from fxpar.state.weight_shards import load
 
 if TYPE_CHECKING:
     from fxpar.runtime.programs import Programs
@@ -38,7 +38,7 @@ class Stateful(Root):
     _random: RandomState
 
     @abstractmethod
-    def _held(self) -> Held:
+    def _held(self) -> RankTensors:
         """What this rank holds."""
 
     @property
@@ -154,7 +154,7 @@ class Stateful(Root):
                 cannot be written or is not the same on all ranks.
             InputError: an option or object of the wrong kind, or trainings that differ between ranks.
         """
-        extras, progress = Extras(scheduler, scaler), Progress(self.step, position)
+        extras, progress = Extras(scheduler, scaler), TrainingProgress(self.step, position)
         model = (self._programs.skeleton, self.plan)
         return save_training(self._held(), *model, folder, optimizer, extras, progress, keep, shard_size)
 

@@ -1,7 +1,7 @@
 """The training steps of a program, lowered and cut by phase; one for each choice of what is differentiated.
 
-Enters: a compiled program and process groups. Leaves: `Step`, whose parts a rank runs without autograd, as they are or
-compiled.
+Enters: a compiled program and process groups. Leaves: `LoweredStep`, whose parts a rank runs without autograd, as they
+are or compiled.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from torch import Tensor, fx
 from fxpar.compile import compile_step, lower_program, outlined
 from fxpar.errors import InputError
 from fxpar.layout.nesting import local_shape
-from fxpar.layout.symbols import Size
+from fxpar.layout.symbolic_sizes import Size
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import ROWS, Lowered
 from fxpar.passes.differentiate import differentiable
 from fxpar.plan.plan import Plan
+from fxpar.program.buffer_outputs import written
 from fxpar.program.program import Program, describe, note, output_layouts, output_node
 from fxpar.program.stages import Stage, stages_of
 from fxpar.program.step import is_gradient, is_input_gradient, output_of, parameter_gradients
-from fxpar.program.written import written
 from fxpar.runtime.batch import user_inputs
-from fxpar.runtime.calls import ForwardCalls, Place, Runnable, StepCalls, Values, eager_calls, part_call
-from fxpar.runtime.graphs.table import Graphs
+from fxpar.runtime.calls import ForwardCalls, GradientSink, Runnable, StepCalls, Values, eager_calls, part_call
+from fxpar.runtime.graphs.graph_cache import Graphs
 from fxpar.runtime.mailboxes import Mailboxes
-from fxpar.runtime.parts import Step, cut
+from fxpar.runtime.step_phases import LoweredStep, cut
 
 if TYPE_CHECKING:
     from fxpar.runtime.compiled import Compiler
 
 
 @dataclass
-class Pending:
+class FinishedForward:
     """A forward that has run, and what its backward takes; a backward runs once.
 
     Attributes:
@@ -48,7 +48,7 @@ class Pending:
         own: what the backward reads, by name.
     """
 
-    step: Step
+    step: LoweredStep
     calls: Runnable
     sources: Mapping[str, Any]
     sizes: Mapping[str, int]
@@ -62,7 +62,9 @@ class Pending:
         """Forgets outputs that were handed on; the backward keeps what it reads itself."""
         self.outputs = {name: value for name, value in self.outputs.items() if name not in names}
 
-    def backward(self, tangents: Mapping[str, Tensor], *, whole: bool, place: Place | None = None) -> dict[str, Tensor]:
+    def backward(
+        self, tangents: Mapping[str, Tensor], *, whole: bool, place: GradientSink | None = None
+    ) -> dict[str, Tensor]:
         """What this rank has of the gradients by name of the value; where `whole`, the parameters' by their names.
 
         Args:
@@ -135,7 +137,7 @@ class Steps:
     is_stage: bool = False
     mailboxes: Mailboxes | None = None
     enter: Callable[[], None] = lambda: None
-    _made: dict[Hashable, Step] = field(default_factory=dict)
+    _made: dict[Hashable, LoweredStep] = field(default_factory=dict)
     _eager: dict[Hashable, StepCalls] = field(default_factory=dict)
     _forwards: dict[Hashable, tuple[fx.Graph, ForwardCalls]] = field(default_factory=dict)
     _compiler: Compiler | None = None
@@ -163,7 +165,7 @@ class Steps:
         more: dict[str, Any] = {"splits": self.splits, "is_stage": True, "mailboxes": self.mailboxes}
         return Steps(stage.program, self.groups, self.device, self.plan, self.uneven_rows, **more)
 
-    def step(self, names: Sequence[str], trained: Collection[str], outputs: Sequence[str] = ()) -> Step:
+    def step(self, names: Sequence[str], trained: Collection[str], outputs: Sequence[str] = ()) -> LoweredStep:
         """The step of some outputs.
 
         Args:
@@ -185,13 +187,13 @@ class Steps:
     def run(
         self,
         sizes: Mapping[str, int],
-        step: Step,
+        step: LoweredStep,
         sources: Mapping[str, Any],
         *,
         whole: bool,
         gradients: Hashable = None,
         rows: tuple[int, ...] = (),
-    ) -> Pending:
+    ) -> FinishedForward:
         """Runs the forward of a step.
 
         Args:
@@ -210,9 +212,9 @@ class Steps:
             runnable = self.graphs.step(calls, values, self.moving(sources, values), (gradients, rows))
         self.enter()
         outputs, saved = runnable.forward(values, sizes)
-        return Pending(step, runnable, values, sizes, outputs, saved)
+        return FinishedForward(step, runnable, values, sizes, outputs, saved)
 
-    def check_whole(self, step: Step) -> None:
+    def check_whole(self, step: LoweredStep) -> None:
         """Refuses a step that one graph is to hold and cannot.
 
         Raises:
@@ -237,7 +239,9 @@ class Steps:
         inputs = {*(entry.node for entry in self.program.inputs), *written(self.program).values(), *ROWS}
         return tuple(name for name, value in values.items() if name in inputs or value is not sources[name])
 
-    def calls(self, sizes: Mapping[str, int], step: Step, values: Mapping[str, Any], *, whole: bool) -> StepCalls:
+    def calls(
+        self, sizes: Mapping[str, int], step: LoweredStep, values: Mapping[str, Any], *, whole: bool
+    ) -> StepCalls:
         """What a step runs, eager or compiled; as for `run`."""
         if self._compiler is not None:
             return self._compiler.step(step, sizes, values, whole=whole)
@@ -298,7 +302,7 @@ class Steps:
         """The same to be counted, where nothing is sent: of what ranks copy, the collectives that it stands for."""
         return lower_program(program, self.groups, self.device, uneven_rows=self.uneven_rows)
 
-    def _cut(self, program: Program) -> Step:
+    def _cut(self, program: Program) -> LoweredStep:
         lowered = self.lowering(program)
         graph = lowered.module.graph
         values: Any = output_node(graph).args[0]
@@ -309,7 +313,7 @@ class Steps:
         takes = (name for part in parameter for name in part.inputs)
         needed = dict.fromkeys(name for name in takes if name not in computed and name not in lowered.sources)
         needed |= dict.fromkeys(name for name in gradients.values() if name not in computed)
-        return Step(
+        return LoweredStep(
             program,
             graph,
             forward,

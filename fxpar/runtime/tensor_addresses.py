@@ -14,7 +14,7 @@ from torch._C._dynamo.guards import TensorGuards
 _PLACE = Tensor.data_ptr
 
 
-class Placed:
+class TensorAddresses:
     """Where tensors lie, and whether they are trained; equal for equal addresses, sizes and strides.
 
     Asked at each step of all parameters: what Dynamo asks of a compiled function's tensors is asked in one call, and
@@ -36,7 +36,7 @@ class Placed:
         return bool(self._guards.check(*tensors)) and list(map(_PLACE, tensors)) == self._places
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Placed) and self._facts == other._facts)
+        return self is other or (isinstance(other, TensorAddresses) and self._facts == other._facts)
 
     def __hash__(self) -> int:
         return self._hash

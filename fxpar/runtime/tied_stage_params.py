@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.ops.collectives import Group
-from fxpar.ops.groups import hold, process_group
+from fxpar.ops.mesh_process_groups import hold, process_group
 from fxpar.runtime.world import World
 
 
-class Shared:
+class TiedStageParams:
     """The groups of ranks that hold parameters together. Making one is a collective call.
 
     Args:

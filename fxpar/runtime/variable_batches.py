@@ -21,12 +21,13 @@ from torch.nn import functional
 
 from fxpar.errors import InputError
 from fxpar.layout.layout import Layout
-from fxpar.layout.symbols import names
+from fxpar.layout.symbolic_sizes import names
 from fxpar.mesh.purpose import Cuts
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.vocabulary import embedding
 from fxpar.passes.means import CLASS_LOSSES
-from fxpar.program.coercions import axes_of
+from fxpar.program.batch_dim import batch_rows, batch_symbol
+from fxpar.program.placements import axes_of
 from fxpar.program.program import (
     Program,
     ScalarType,
@@ -36,7 +37,6 @@ from fxpar.program.program import (
     output_layouts,
     output_types,
 )
-from fxpar.program.rows import batch_rows, batch_symbol
 from fxpar.rules import bind_arguments, rule_of
 from fxpar.runtime import batch as calls
 from fxpar.runtime.inputs import Shapes, data_part

@@ -20,12 +20,12 @@ from fxpar.errors import PlanError, RankError
 from fxpar.mesh.mesh import Mesh
 from fxpar.mesh.purpose import PURPOSES, Cuts, joined_names
 from fxpar.ops.collectives import Group
-from fxpar.ops.groups import close_abandoned, create_groups, hold, process_group, refuse_group
+from fxpar.ops.mesh_process_groups import close_abandoned, create_groups, hold, process_group, refuse_group
 from fxpar.plan.plan import Plan
 from fxpar.runtime.alarm import abort_groups
 from fxpar.runtime.meeting import hosts
 from fxpar.runtime.rank_consensus import Agreement, connected, plan_facts
-from fxpar.state.rank_tensors import Ranks
+from fxpar.state.rank_tensors import RankMesh
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class World:
         return {axis: process_group(group) for axis, group in self.groups.items()}
 
     @cached_property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> RankMesh:
         """What tensors of which each rank holds a part know of it; one record for all of them."""
-        ranks = Ranks(self.device, self.mesh, self.groups, self.coordinates)
+        ranks = RankMesh(self.device, self.mesh, self.groups, self.coordinates)
         hold(ranks, self.groups.values())
         return ranks
 

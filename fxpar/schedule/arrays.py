@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from fxpar.errors import ScheduleError, shown
 from fxpar.schedule.actions import Action, Phase
-from fxpar.schedule.schedule import Schedule, Style, leading_forwards
+from fxpar.schedule.pipeline_schedule import Schedule, Style, leading_forwards
 
 
 def order_array(schedule: Schedule, rank: int) -> list[int | float]:

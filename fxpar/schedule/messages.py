@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from fxpar.schedule.actions import Action, Phase
-from fxpar.schedule.schedule import Schedule
+from fxpar.schedule.pipeline_schedule import Schedule
 
 
 class Kind(StrEnum):
@@ -25,7 +25,7 @@ class Kind(StrEnum):
     GRADIENT = "gradient"
 
 
-class Channels(StrEnum):
+class ChannelGrouping(StrEnum):
     """How many channels there are: `BY_KIND` for every ordered pair of ranks and kind of message, `MERGED` for every
     ordered pair of ranks."""
 
@@ -98,8 +98,8 @@ def sent(schedule: Schedule, action: Action) -> Message | None:
     return Message(kind, stage, receiver, microbatch)
 
 
-def channel_of(schedule: Schedule, message: Message, channels: Channels = Channels.BY_KIND) -> Channel:
+def channel_of(schedule: Schedule, message: Message, channels: ChannelGrouping = ChannelGrouping.BY_KIND) -> Channel:
     """The channel on which a message travels."""
     rank_of = schedule.rank_of
-    kind = message.kind if channels is Channels.BY_KIND else None
+    kind = message.kind if channels is ChannelGrouping.BY_KIND else None
     return Channel(rank_of[message.sender], rank_of[message.receiver], kind)

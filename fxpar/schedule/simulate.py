@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from fxpar.errors import ScheduleError, shown
 from fxpar.schedule.actions import Action, Phase
 from fxpar.schedule.messages import Kind, Message, received
-from fxpar.schedule.schedule import Schedule
-from fxpar.schedule.structure import place
+from fxpar.schedule.pipeline_schedule import Schedule
+from fxpar.schedule.schedule_checks import place
 
 _CIRCLE = 6  # ranks of a circle that an error spells out
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from fxpar.errors import ScheduleError
 from fxpar.schedule.actions import Action, parse_action
 from fxpar.schedule.limits import refuse_many
-from fxpar.schedule.schedule import Schedule, Style, leading_forwards
+from fxpar.schedule.pipeline_schedule import Schedule, Style, leading_forwards
 
 
 def print_schedule(schedule: Schedule) -> str:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from fxpar.errors import ScheduleError
 from fxpar.schedule.actions import Action, Phase
-from fxpar.schedule.messages import Channel, Channels, Message, channel_of, received, sent
-from fxpar.schedule.schedule import Schedule
+from fxpar.schedule.messages import Channel, ChannelGrouping, Message, channel_of, received, sent
+from fxpar.schedule.pipeline_schedule import Schedule
+from fxpar.schedule.schedule_checks import check_structure, place
 from fxpar.schedule.simulate import Costs, Timeline, simulate
-from fxpar.schedule.structure import check_structure, place
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class VerifiedSchedule:
 
     schedule: Schedule
     costs: Costs = field(default_factory=Costs)
-    channels: Channels = Channels.BY_KIND
+    channels: ChannelGrouping = ChannelGrouping.BY_KIND
     timeline: Timeline = field(init=False)
     peaks: tuple[int, ...] = field(init=False)
     slots: tuple[tuple[int, ...], ...] = field(init=False)
@@ -48,7 +48,7 @@ class VerifiedSchedule:
 
 
 def verified(
-    schedule: Schedule, *, costs: Costs | None = None, channels: Channels = Channels.BY_KIND
+    schedule: Schedule, *, costs: Costs | None = None, channels: ChannelGrouping = ChannelGrouping.BY_KIND
 ) -> VerifiedSchedule:
     """The schedule with its proof.
 
@@ -74,7 +74,7 @@ class _Ends:
     positions: list[int] = field(default_factory=list)  # of the receiver's actions
 
 
-def _check_channels(schedule: Schedule, channels: Channels) -> None:
+def _check_channels(schedule: Schedule, channels: ChannelGrouping) -> None:
     """Checks that each channel's messages are received in the order in which they are sent (SPEC section 3)."""
     for channel, end in _ends(schedule, channels).items():
         if end.sends == end.receives:
@@ -92,7 +92,7 @@ def _check_channels(schedule: Schedule, channels: Channels) -> None:
         )
 
 
-def _ends(schedule: Schedule, channels: Channels) -> dict[Channel, _Ends]:
+def _ends(schedule: Schedule, channels: ChannelGrouping) -> dict[Channel, _Ends]:
     ends: dict[Channel, _Ends] = defaultdict(_Ends)
 
     def way(message: Message | None) -> tuple[Message, _Ends] | None:

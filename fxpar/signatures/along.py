@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from fxpar.layout.layout import Placement
 from fxpar.layout.shard_segments import through_view
-from fxpar.layout.symbols import Size
-from fxpar.signatures.calls import Call
+from fxpar.layout.symbolic_sizes import Size
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import broadcast
 from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule, Signature
 from fxpar.signatures.scattering import ignoring
@@ -31,10 +31,10 @@ def space_of(name: str) -> int:
     return next(count for ending, count in _SPACES.items() if ending in name)
 
 
-def _behind(count: int) -> Callable[[Call], Labelling | Refusal]:
+def _behind(count: int) -> Callable[[OpCall], Labelling | Refusal]:
     """The last dimensions of all operands and results are mixed, those in front are apart."""
 
-    def labels(call: Call) -> Labelling | Refusal:
+    def labels(call: OpCall) -> Labelling | Refusal:
         def apart(rank: int) -> Labels:
             return (*numbered(rank - count), *(None,) * count)
 
@@ -44,10 +44,10 @@ def _behind(count: int) -> Callable[[Call], Labelling | Refusal]:
     return labels
 
 
-def _along(*names: str) -> Callable[[Call], Labelling | Refusal]:
+def _along(*names: str) -> Callable[[OpCall], Labelling | Refusal]:
     """All operands are aligned with the result, broadcast to it, and the dimensions that arguments name are whole."""
 
-    def labels(call: Call) -> Labelling | Refusal:
+    def labels(call: OpCall) -> Labelling | Refusal:
         out = call.outputs[0].shape
         out_labels = numbered(len(out))
         for name in names:
@@ -61,14 +61,14 @@ def _along(*names: str) -> Callable[[Call], Labelling | Refusal]:
     return labels
 
 
-def _resized(call: Call) -> Labelling | Refusal:
+def _resized(call: OpCall) -> Labelling | Refusal:
     """A dimension gets another length in the result (glu, quantiles of a row): it is whole in both."""
     labels = numbered(len(call.operands[0].shape))
     labels[wrap(call.get("dim", -1), len(labels))] = None
     return Labelling((tuple(labels),) * len(call.operands), tuple(tuple(labels) for _ in call.outputs))
 
 
-def _one_apart(call: Call) -> Labelling | Refusal:
+def _one_apart(call: OpCall) -> Labelling | Refusal:
     """Slices along `dim` are apart, and whole in all other dimensions (renorm)."""
     rank = len(call.operands[0].shape)
     dim = wrap(call.get("dim"), rank)
@@ -76,7 +76,7 @@ def _one_apart(call: Call) -> Labelling | Refusal:
     return Labelling((labels,), (labels,))
 
 
-def _unfold(call: Call) -> Labelling | Refusal:
+def _unfold(call: OpCall) -> Labelling | Refusal:
     """Windows along a dimension, whose elements are a new last one."""
     rank = len(call.operands[0].shape)
     labels = numbered(rank)
@@ -85,7 +85,7 @@ def _unfold(call: Call) -> Labelling | Refusal:
     return Labelling((tuple(labels),), ((*labels[: max(rank, 1)], None) if labels else (None,),))
 
 
-def _repeat_interleave(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+def _repeat_interleave(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
     """Each element stands several times, one behind the other: a block of elements is a block of what becomes of it."""
     shape, times, dim = call.operands[0].shape, call.get("repeats"), call.get("dim")
     if call.get("output_size") is not None:
@@ -99,7 +99,7 @@ def _repeat_interleave(call: Call, index: int, placement: Placement) -> Signatur
     return Signature((placement,), (after,))
 
 
-def _searched(call: Call) -> Labelling | Refusal:
+def _searched(call: OpCall) -> Labelling | Refusal:
     """Rows of sorted values with rows of what is looked up there; of one sorted row all elements are apart."""
     known = dict(zip(call.names, call.operands, strict=True))
     if "self" not in known:  # a number is looked up
@@ -110,12 +110,12 @@ def _searched(call: Call) -> Labelling | Refusal:
     return Labelling(tuple(labels[name] for name in call.names), (labels["self"],))
 
 
-def _bucketize(call: Call) -> Labelling | Refusal:
+def _bucketize(call: OpCall) -> Labelling | Refusal:
     labels = tuple(numbered(len(call.operands[0].shape)))
     return Labelling((labels, (None,)), (labels,))
 
 
-def _is_in(call: Call) -> Labelling | Refusal:
+def _is_in(call: OpCall) -> Labelling | Refusal:
     """Each element is looked up among all test elements."""
     known = dict(zip(call.names, call.operands, strict=True))
     labels = tuple(numbered(len(call.outputs[0].shape)))
@@ -123,7 +123,7 @@ def _is_in(call: Call) -> Labelling | Refusal:
     return Labelling(ins, (labels,))
 
 
-def _matrices(call: Call) -> Labelling | Refusal:
+def _matrices(call: OpCall) -> Labelling | Refusal:
     """One operand, of matrices: the dimensions in front are apart, in results of any rank."""
     lead = numbered(len(call.operands[0].shape) - 2)
     outs = tuple((*lead, *(None,) * (len(kind.shape) - len(lead))) for kind in call.outputs)
@@ -134,7 +134,7 @@ def _matrices(call: Call) -> Labelling | Refusal:
     return Labelling(((*lead, None, None),), outs)
 
 
-def _triangular(call: Call) -> Labelling | Refusal:
+def _triangular(call: OpCall) -> Labelling | Refusal:
     """`… _ _, … _ c -> … _ c`: right-hand sides, of which columns are apart, or rows where the matrix stands right."""
     out = call.outputs[0].shape
     lead = numbered(len(out) - 2)
@@ -147,7 +147,7 @@ def _triangular(call: Call) -> Labelling | Refusal:
     return Labelling((spread(matrix.shape, (None, None)), spread(right.shape, sides)), ((*lead, *sides),))
 
 
-def _distances(call: Call) -> Labelling | Refusal:
+def _distances(call: OpCall) -> Labelling | Refusal:
     """`… p _, … r _ -> … p r`."""
     out = call.outputs[0].shape
     lead = tuple(numbered(len(out) - 2))
@@ -155,7 +155,7 @@ def _distances(call: Call) -> Labelling | Refusal:
     return Labelling(((*left, "p", None), (*right, "r", None)), ((*lead, "p", "r"),))
 
 
-def _distances_backward(call: Call) -> Labelling | Refusal:
+def _distances_backward(call: OpCall) -> Labelling | Refusal:
     """`… p r, … p _, … r _, … p r -> … p _`: each row gets a sum over those that it was compared with."""
     lead = tuple(numbered(len(call.outputs[0].shape) - 2))
     if any(kind.shape[:-2] != call.outputs[0].shape[:-2] for kind in call.operands):
@@ -164,7 +164,7 @@ def _distances_backward(call: Call) -> Labelling | Refusal:
     return Labelling((pairs, rows, others, pairs), (rows,), frozenset("r"))
 
 
-def _sampled(call: Call) -> Labelling | Refusal:
+def _sampled(call: OpCall) -> Labelling | Refusal:
     """An image and where to read it: `n _ …, n … _ -> n _ …`; all of an image is read.
 
     Channels are not cut, since the gradient of the places is a sum over them.
@@ -174,7 +174,7 @@ def _sampled(call: Call) -> Labelling | Refusal:
     return Labelling((("n", *behind), ("n", *(None,) * (len(grid) - 1))), (("n", *behind),))
 
 
-def _sampled_backward(call: Call) -> Labelling | Refusal:
+def _sampled_backward(call: OpCall) -> Labelling | Refusal:
     """Gradients of image and grid, of which the latter is a sum over channels."""
     ins = tuple(("n", *(None,) * (len(kind.shape) - 1)) for kind in call.operands)
     mask = call.get("output_mask") or [True] * len(call.outputs)
@@ -183,7 +183,7 @@ def _sampled_backward(call: Call) -> Labelling | Refusal:
     return Labelling(ins, tuple(("n", *(None,) * (len(kind.shape) - 1)) for kind in call.outputs))
 
 
-def _columns(call: Call) -> Labelling | Refusal:
+def _columns(call: OpCall) -> Labelling | Refusal:
     """Windows of an image as columns, or back: `n … -> n …`, channels and windows being one dimension."""
     rank = len(call.operands[0].shape)
     if rank != len(call.outputs[0].shape) + (1 if call.target._schema.name == "aten::im2col" else -1):
@@ -192,7 +192,7 @@ def _columns(call: Call) -> Labelling | Refusal:
     return Labelling(((*first, *(None,) * (rank - 1)),), ((*first, *(None,) * (len(call.outputs[0].shape) - 1)),))
 
 
-def _instance_norm(call: Call) -> Labelling | Refusal:
+def _instance_norm(call: OpCall) -> Labelling | Refusal:
     """`n c …, c, c -> n c …`, the norm of each channel of each row; with running statistics rows are mixed."""
     if not call.get("use_input_stats") or {"running_mean", "running_var"} & set(call.names):
         return Refusal("running statistics are those of all rows")
@@ -201,7 +201,7 @@ def _instance_norm(call: Call) -> Labelling | Refusal:
     return Labelling(ins, (("n", "c", *space),))
 
 
-def _scatter_reduce(call: Call) -> Labelling | Refusal:
+def _scatter_reduce(call: OpCall) -> Labelling | Refusal:
     """`dim` stays whole, as of `scatter`; the others go along where all operands have them whole."""
     shapes = [kind.shape for kind in call.operands]
     all_labels = numbered(len(shapes[0]))
@@ -213,7 +213,7 @@ def _scatter_reduce(call: Call) -> Labelling | Refusal:
     return Labelling((labels,) * len(shapes), (labels,))
 
 
-def _unread(*names: str) -> Callable[[Call], tuple[str, ...]]:
+def _unread(*names: str) -> Callable[[OpCall], tuple[str, ...]]:
     return lambda call: names
 
 

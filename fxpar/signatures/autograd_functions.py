@@ -31,10 +31,10 @@ from torch.overrides import TorchFunctionMode
 
 from fxpar.errors import InputError
 from fxpar.layout.layout import P, Placement, R
-from fxpar.layout.symbols import evaluate, names
+from fxpar.layout.symbolic_sizes import evaluate, names
 from fxpar.program.program import Note, TensorType, ValueType, operands, set_note
-from fxpar.signatures.calls import Call, call_of
 from fxpar.signatures.engine import infer
+from fxpar.signatures.op_call import OpCall, call_of
 from fxpar.signatures.rule import Refusal, Rule
 
 # What the author's code may raise on operands that are not the traced ones.
@@ -246,7 +246,7 @@ def _not_pointwise(traced: Traced, known: Set[str]) -> str:
     return f"asks a tensor for its {traced.reads}" if traced.reads else ""
 
 
-def impurity(call: Call, known: Set[str]) -> str:
+def impurity(call: OpCall, known: Set[str]) -> str:
     """Empty where the function of a call is element-wise, forward and backward; else what it does besides.
 
     Args:
@@ -274,7 +274,7 @@ def _text(traced: Traced) -> str:
     return str(shown)
 
 
-def nonlinearity(call: Call, rule_of: RuleOf) -> str:
+def nonlinearity(call: OpCall, rule_of: RuleOf) -> str:
     """Empty where the gradients of a call are known to be linear in those of its results; else why they are not.
 
     PyTorch's own operators are differentiated, which is linear. What has a backward of the author's is traced.
@@ -308,7 +308,7 @@ def _cached(target: Any, arguments: Sequence[Argument]) -> tuple[Traced, ...] | 
         return str(error)
 
 
-def _arguments(call: Call) -> tuple[Any, list[Argument]]:
+def _arguments(call: OpCall) -> tuple[Any, list[Argument]]:
     """What a call calls, and its arguments in order; shapes in numbers."""
     arguments = {k: Argument(k, None, v, type(v)) for k, v in call.arguments.items() if k != "path"}
     for name, kind in zip(call.names, call.operands, strict=True):

@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import fx
 
-from fxpar.program.gradients import carried
+from fxpar.program.grad_flow import carried
 from fxpar.program.program import Note, Program, TensorType, note, operands, output_node
 from fxpar.program.step import RECOMPUTE
 from fxpar.program.structural_key import plain
-from fxpar.signatures.calls import decides
+from fxpar.signatures.op_call import decides
 
 # Kind of node, operator, arguments with the names of nodes, and note.
 Sighting = tuple[str, Any, Hashable, Note | None]
@@ -45,7 +45,7 @@ def _note(node: fx.Node) -> Note | None:
 
 
 @dataclass(frozen=True)
-class Memory:
+class CheckCache:
     """What was found sound, in one run of passes over programs of one plan and the same symbols.
 
     Attributes:
@@ -80,7 +80,7 @@ class Facts:
     program: Program
     header: str
     seen: Mapping[str, Sighting]
-    memory: Memory
+    memory: CheckCache
     nodes: dict[str, fx.Node] = field(default_factory=dict)
     numbers: dict[fx.Node, int] = field(default_factory=dict)
     values: dict[fx.Node, int] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Facts:
 
     @property
     def flags(self) -> dict[fx.Node, tuple[bool, ...]]:
-        """As `fxpar.program.gradients.carried`."""
+        """As `fxpar.program.grad_flow.carried`."""
         if not self.carries:
             self.carries.append(carried(self.program, self.operands))
         return self.carries[0]
@@ -115,7 +115,7 @@ def facts_of(program: Program, seen: Mapping[str, Sighting] | None = None, befor
     header = f"{program.plan}{program.all_symbols}{program.conditions}"
     seen = sightings(program.graph) if seen is None else seen
     before = before if before is not None and before.header == header else None
-    facts = Facts(program, header, seen, Memory() if before is None else before.memory)
+    facts = Facts(program, header, seen, CheckCache() if before is None else before.memory)
     if (
         before is not None
         and list(seen.items()) == list(before.seen.items())

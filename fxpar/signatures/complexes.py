@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fxpar.signatures.calls import Call
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import pointwise_labels
 from fxpar.signatures.rule import Labelling, Labels, Rule
 
@@ -32,13 +32,13 @@ def _numbered(rank: int) -> Labels:
     return tuple(f"d{i}" for i in range(rank))
 
 
-def _with_parts(call: Call) -> Labelling:
+def _with_parts(call: OpCall) -> Labelling:
     """`d… -> d… 2`."""
     labels = _numbered(len(call.operands[0].shape))
     return Labelling((labels,), ((*labels, None),))
 
 
-def _of_parts(call: Call) -> Labelling:
+def _of_parts(call: OpCall) -> Labelling:
     """`d… 2 -> d…`."""
     labels = _numbered(len(call.outputs[0].shape))
     return Labelling(((*labels, None),), (labels,))

@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fxpar.layout.symbols import Size
+from fxpar.layout.symbolic_sizes import Size
 from fxpar.program.program import TensorType
-from fxpar.signatures.calls import Call
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import broadcast
 from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule
 
@@ -23,7 +23,7 @@ Terms = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
-class Step:
+class ContractionStep:
     """One contraction of two operands, or the summation of one: sizes of all its labels, and those that it sums."""
 
     sizes: Mapping[str, Size]
@@ -64,7 +64,7 @@ def _sizes(terms: Terms, kinds: Sequence[TensorType]) -> dict[str, Size]:
     return sizes
 
 
-def einsum_labels(call: Call) -> Labelling | Refusal:
+def einsum_labels(call: OpCall) -> Labelling | Refusal:
     """The labels of the equation, without those that cannot be cut."""
     read = einsum_terms(str(call.get("equation")), [len(kind.shape) for kind in call.operands])
     if isinstance(read, Refusal):
@@ -82,7 +82,7 @@ def einsum_labels(call: Call) -> Labelling | Refusal:
     return Labelling(ins, outs, frozenset(sizes.keys() - diagonal - set(result)))
 
 
-def einsum_steps(call: Call) -> list[Step] | Refusal:
+def einsum_steps(call: OpCall) -> list[ContractionStep] | Refusal:
     """The contractions in the order in which torch does them: by `path`, else from left to right."""
     read = einsum_terms(str(call.get("equation")), [len(kind.shape) for kind in call.operands])
     if isinstance(read, Refusal):
@@ -93,30 +93,30 @@ def einsum_steps(call: Call) -> list[Step] | Refusal:
     path = [int(i) for i in call.get("path") or ()]
     steps = []
     if len(left) == 1:
-        steps.append(Step(sizes, left[0] - set(result), 1))
+        steps.append(ContractionStep(sizes, left[0] - set(result), 1))
     while len(left) > 1:
         first, second = sorted(path[:2] or (0, 1))
         path = path[2:]
         pair = left[first] | left[second]
         rest = [labels for i, labels in enumerate(left) if i not in (first, second)]
         remaining = pair & frozenset(result).union(*rest)
-        steps.append(Step({label: sizes[label] for label in pair}, pair - remaining, 2))
+        steps.append(ContractionStep({label: sizes[label] for label in pair}, pair - remaining, 2))
         left = [*rest, remaining] if call.get("path") else [remaining, *rest]
     return steps
 
 
-def contracted_dims(call: Call) -> tuple[list[int], list[int]]:
+def contracted_dims(call: OpCall) -> tuple[list[int], list[int]]:
     """The dimensions of both operands that tensordot sums."""
     ranks = [len(kind.shape) for kind in call.operands]
     first, second = ([int(d) % rank for d in dims] for dims, rank in zip(_given_dims(call), ranks, strict=True))
     return first, second
 
 
-def _given_dims(call: Call) -> tuple[Sequence[int], Sequence[int]]:
+def _given_dims(call: OpCall) -> tuple[Sequence[int], Sequence[int]]:
     return call.get("dims_self"), call.get("dims_other")
 
 
-def _tensordot(call: Call) -> Labelling | Refusal:
+def _tensordot(call: OpCall) -> Labelling | Refusal:
     """`a… k…, k… b… -> a… b…`; a dimension of one element is broadcast along that of the other operand."""
     dims = contracted_dims(call)
     shapes = [kind.shape for kind in call.operands]
@@ -130,7 +130,7 @@ def _tensordot(call: Call) -> Labelling | Refusal:
     return Labelling((tuple(labels[0]), tuple(labels[1])), (out,), summed)
 
 
-def _inner(call: Call) -> Labelling | Refusal:
+def _inner(call: OpCall) -> Labelling | Refusal:
     """`a… k, b… k -> a… b…`; a scalar is multiplied."""
     first, second = (len(kind.shape) for kind in call.operands)
     if not first or not second:
@@ -141,11 +141,11 @@ def _inner(call: Call) -> Labelling | Refusal:
     return Labelling(((*a, "k"), (*b, "k")), ((*a, *b),), frozenset("k"))
 
 
-def _outer(call: Call) -> Labelling | Refusal:
+def _outer(call: OpCall) -> Labelling | Refusal:
     return Labelling((("a",), ("b",)), (("a", "b"),))
 
 
-def _bilinear(call: Call) -> Labelling | Refusal:
+def _bilinear(call: OpCall) -> Labelling | Refusal:
     """`… i, … j, o i j, o -> … o`; with a bias, which is added once, i and j are needed whole."""
     lead = tuple(f"d{i}" for i in range(len(call.outputs[0].shape) - 1))
     i, j = (None, None) if "bias" in call.names else ("i", "j")

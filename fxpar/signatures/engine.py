@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from fxpar.layout.layout import I, P, Piece, Placement, R, fits
-from fxpar.layout.symbols import Size, divide
+from fxpar.layout.symbolic_sizes import Size, divide
 from fxpar.program.program import TensorType
-from fxpar.signatures.calls import Call
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.rule import Labels, Refusal, Rule, Signature
 
 
@@ -46,7 +46,7 @@ def transfer(placement: Placement, source: Size, dim: int, size: Size, n: int) -
 
 
 def seed_signature(
-    rule: Rule, call: Call, index: int, placement: Placement, of_gradients: _Gradients | None = None
+    rule: Rule, call: OpCall, index: int, placement: Placement, of_gradients: _Gradients | None = None
 ) -> Signature | Refusal:
     """The signature that makes operand `index` a shard as given.
 
@@ -68,12 +68,12 @@ def seed_signature(
     return signature
 
 
-def signature_of_summands(rule: Rule, call: Call, index: int, placement: Placement) -> Signature | Refusal:
+def signature_of_summands(rule: Rule, call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
     """As `seed_signature`, where several ranks that hold a block hold summands of its gradient."""
     return seed_signature(rule, call, index, placement, _Gradients(frozenset({index})))
 
 
-def _hands_on(rule: Rule | None, call: Call) -> bool:
+def _hands_on(rule: Rule | None, call: OpCall) -> bool:
     """Whether an operation does with each block what it does with any other: it hands cuts on by labels alone."""
     by_labels = rule is not None and rule.labels is not None and rule.seed is None and rule.check is None
     return by_labels and isinstance(call.target, torch._ops.OpOverload)
@@ -86,7 +86,7 @@ def _out_of_order(placement: Placement, name: str) -> Refusal:
     )
 
 
-def _seed(rule: Rule, call: Call, index: int, placement: Placement, known: _Gradients) -> Signature | Refusal:
+def _seed(rule: Rule, call: OpCall, index: int, placement: Placement, known: _Gradients) -> Signature | Refusal:
     if rule.seed is not None:
         return rule.seed(call, index, placement)
     if rule.labels is None:
@@ -130,7 +130,7 @@ class _Gradients:
 
 
 def infer(
-    rule: Rule | None, call: Call, placements: Sequence[Placement], carries: Sequence[bool]
+    rule: Rule | None, call: OpCall, placements: Sequence[Placement], carries: Sequence[bool]
 ) -> tuple[Placement, ...] | Refusal:
     """Placements of the outputs for given operands on one axis.
 
@@ -168,7 +168,7 @@ def _zero(rule: Rule, outputs: tuple[Placement, ...]) -> tuple[Placement, ...]:
 
 
 def _of_gradients(
-    rule: Rule, call: Call, placements: Sequence[Placement], inferred: Sequence[Placement], known: _Gradients
+    rule: Rule, call: OpCall, placements: Sequence[Placement], inferred: Sequence[Placement], known: _Gradients
 ) -> tuple[Placement, ...] | Refusal:
     """Which outputs are summands on ranks that share blocks, and which have zeros for padding.
 
@@ -190,7 +190,7 @@ def _of_gradients(
     return tuple(outputs)
 
 
-def _is_linear(rule: Rule, call: Call, group: set[int]) -> bool:
+def _is_linear(rule: Rule, call: OpCall, group: set[int]) -> bool:
     """Whether this very call, with its numbers, makes summands of summands: filling does with zeros alone."""
     placements = [P if i in group else R for i in range(len(call.operands))]
     outputs = _infer(rule, call, placements, [False] * len(placements), _Gradients())
@@ -198,7 +198,7 @@ def _is_linear(rule: Rule, call: Call, group: set[int]) -> bool:
 
 
 def _infer(
-    rule: Rule | None, call: Call, placements: Sequence[Placement], carries: Sequence[bool], known: _Gradients
+    rule: Rule | None, call: OpCall, placements: Sequence[Placement], carries: Sequence[bool], known: _Gradients
 ) -> tuple[Placement, ...] | Refusal:
     for placement, operand in zip(placements, call.operands, strict=True):
         if not fits(placement, operand.shape, call.n):
@@ -247,7 +247,7 @@ def _infer(
     return expected.outputs
 
 
-def _infer_partial(rule: Rule, call: Call, kinds: Sequence[str]) -> tuple[Placement, ...] | Refusal:
+def _infer_partial(rule: Rule, call: OpCall, kinds: Sequence[str]) -> tuple[Placement, ...] | Refusal:
     if "S" in kinds:
         return Refusal("partial (P) operands meet shards (S)")
     partial = {i for i, kind in enumerate(kinds) if kind == "P"}
@@ -256,7 +256,7 @@ def _infer_partial(rule: Rule, call: Call, kinds: Sequence[str]) -> tuple[Placem
     return Refusal("the operation is not linear in its partial (P) operands: reduce them first")
 
 
-def _groups(rule: Rule, call: Call) -> list[set[int]]:
+def _groups(rule: Rule, call: OpCall) -> list[set[int]]:
     """The operands that may be partial together, for each group of the rule and each item of a list."""
     groups = []
     for group in rule.partial:
@@ -268,7 +268,7 @@ def _groups(rule: Rule, call: Call) -> list[set[int]]:
     return [members for members in groups if not any(call.operands[i].dtype == torch.bool for i in members)]
 
 
-def _members(call: Call, group: Sequence[str]) -> set[int]:
+def _members(call: OpCall, group: Sequence[str]) -> set[int]:
     """Operands of a group of `Rule.partial`; none where one that it needs was not passed."""
     if any(not name.endswith("?") and name not in call.names for name in group):
         return set()
@@ -276,7 +276,7 @@ def _members(call: Call, group: Sequence[str]) -> set[int]:
     return {i for i, name in enumerate(call.names) if name in group_names}
 
 
-def partial_signatures(rule: Rule, call: Call) -> list[Signature]:
+def partial_signatures(rule: Rule, call: OpCall) -> list[Signature]:
     """All signatures with partial operands, the others being replicated."""
     signatures = []
     for members in _groups(rule, call):

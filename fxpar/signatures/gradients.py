@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from fxpar.layout.layout import P, Placement, R
-from fxpar.layout.symbols import Size
-from fxpar.signatures.calls import Call
+from fxpar.layout.symbolic_sizes import Size
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import broadcast, pointwise_labels
 from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule
 from fxpar.signatures.scattering import ignoring, scattering_rules
@@ -36,7 +36,7 @@ def _gradient_name(name: str) -> str:
     return next(known for known in _GRADIENT_NAMES if known in names)
 
 
-def _rank(call: Call, index: int = 0) -> int:
+def _rank(call: OpCall, index: int = 0) -> int:
     return len(call.operands[index].shape)
 
 
@@ -44,7 +44,7 @@ def _numbered(rank: int) -> list[str | None]:
     return [f"d{i}" for i in range(rank)]
 
 
-def _keeping_dim(call: Call) -> Labelling | Refusal:
+def _keeping_dim(call: OpCall) -> Labelling | Refusal:
     """Gradient and result of what runs over one dimension, which stays whole."""
     labels = _numbered(_rank(call))
     if labels:
@@ -52,7 +52,7 @@ def _keeping_dim(call: Call) -> Labelling | Refusal:
     return Labelling((tuple(labels),) * 2, (tuple(labels),))
 
 
-def _keeping_dim_of_one(call: Call) -> Labelling | Refusal:
+def _keeping_dim_of_one(call: OpCall) -> Labelling | Refusal:
     """What runs over one dimension of one operand, which stays whole."""
     labels = _numbered(_rank(call))
     if labels:
@@ -60,7 +60,7 @@ def _keeping_dim_of_one(call: Call) -> Labelling | Refusal:
     return Labelling((tuple(labels),), (tuple(labels),))
 
 
-def _trilinear(call: Call) -> Labelling | Refusal:
+def _trilinear(call: OpCall) -> Labelling | Refusal:
     """The product of three operands that get dimensions of size one (`expand1` …), summed over some (`sumdim`)."""
     rank = len(call.operands[0].shape) + len(call.get("expand1"))
     shapes: list[list[Size]] = []
@@ -79,7 +79,7 @@ def _trilinear(call: Call) -> Labelling | Refusal:
     return Labelling(tuple(ins), (out,), frozenset(f"d{dim}" for dim in gone))
 
 
-def _layer_norm_backward(call: Call) -> Labelling | Refusal:
+def _layer_norm_backward(call: OpCall) -> Labelling | Refusal:
     """Rows are apart, and summed in the gradients of weight and bias."""
     rank, normalized = _rank(call), len(call.get("normalized_shape"))
     rows: Labels = tuple(f"d{i}" for i in range(rank - normalized))
@@ -93,7 +93,7 @@ def _layer_norm_backward(call: Call) -> Labelling | Refusal:
     return Labelling(ins, outs, frozenset(label for label in rows if label is not None))
 
 
-def _batch_norm_backward(call: Call) -> Labelling | Refusal:
+def _batch_norm_backward(call: OpCall) -> Labelling | Refusal:
     """Channels are apart, and everything else is summed."""
     full: Labels = tuple("c" if i == 1 else None for i in range(_rank(call)))
     ins = tuple(full if name in ("grad_out", "input") else ("c",) for name in call.names)
@@ -105,7 +105,7 @@ def _batch_norm_backward(call: Call) -> Labelling | Refusal:
     return Labelling(ins, outs, frozenset() if all(needed for _, needed in there) else frozenset({"c"}))
 
 
-def _embedding_backward(call: Call) -> Labelling | Refusal:
+def _embedding_backward(call: OpCall) -> Labelling | Refusal:
     """`… h, … -> _ h`, the words summed."""
     lead: Labels = tuple(f"d{i}" for i in range(_rank(call, 1)))
     if call.get("scale_grad_by_freq"):
@@ -113,7 +113,7 @@ def _embedding_backward(call: Call) -> Labelling | Refusal:
     return Labelling(((*lead, "h"), lead), ((None, "h"),), frozenset(label for label in lead if label is not None))
 
 
-def _nll_labels(call: Call) -> tuple[dict[str, Labels], Labels] | Refusal:
+def _nll_labels(call: OpCall) -> tuple[dict[str, Labels], Labels] | Refusal:
     """Labels of log-probabilities, targets and weights, and of what has one value a row."""
     shape = call.operands[call.names.index("self")].shape
     if len(shape) < 2:
@@ -124,7 +124,7 @@ def _nll_labels(call: Call) -> tuple[dict[str, Labels], Labels] | Refusal:
     return {"self": (rows[0], None, *rows[1:]), "target": rows, "weight": (None,), "total_weight": ()}, rows
 
 
-def _nll_forward(call: Call) -> Labelling | Refusal:
+def _nll_forward(call: OpCall) -> Labelling | Refusal:
     """The loss of each row or their sum, and the sum of weights."""
     labels = _nll_labels(call)
     if isinstance(labels, Refusal):
@@ -134,7 +134,7 @@ def _nll_forward(call: Call) -> Labelling | Refusal:
     return Labelling(tuple(known[name] for name in call.names), outs, frozenset(r for r in rows if r is not None))
 
 
-def _nll_backward(call: Call) -> Labelling | Refusal:
+def _nll_backward(call: OpCall) -> Labelling | Refusal:
     labels = _nll_labels(call)
     if isinstance(labels, Refusal):
         return labels
@@ -143,7 +143,7 @@ def _nll_backward(call: Call) -> Labelling | Refusal:
     return Labelling(tuple(known[name] for name in call.names), (known["self"],))
 
 
-def _nll_partial(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
+def _nll_partial(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
     """The loss is linear in log-probabilities, and the sum of weights does not depend on them."""
     position = call.position("self")
     if placements[position or 0] != P or any(p != R for i, p in enumerate(placements) if i != position):
@@ -151,12 +151,12 @@ def _nll_partial(call: Call, placements: Sequence[Placement]) -> tuple[Placement
     return (P, R)
 
 
-def _nll_unread(call: Call) -> tuple[str, ...]:
+def _nll_unread(call: OpCall) -> tuple[str, ...]:
     """Of the log-probabilities the shape alone; the sum of weights for a mean alone."""
     return ("self",) if call.get("reduction", 1) == 1 else ("self", "total_weight")
 
 
-def _norm_backward_partial(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
+def _norm_backward_partial(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
     """The gradient of the input is linear in the weight, on which those of weight and bias do not depend."""
     known = dict(zip(call.names, placements, strict=True))
     if known.pop("weight", R) != P:
@@ -167,7 +167,7 @@ def _norm_backward_partial(call: Call, placements: Sequence[Placement]) -> tuple
     return (P, *(R,) * (len(call.outputs) - 1))
 
 
-def _loss_backward(call: Call) -> Labelling | Refusal:
+def _loss_backward(call: OpCall) -> Labelling | Refusal:
     """Element by element; the gradient of a sum is spread, a mean divides by the size of the whole."""
     if call.get("reduction", 1) == 1:
         return Refusal("a mean divides by the size of the whole: it needs whole operands")

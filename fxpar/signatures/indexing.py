@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxpar.signatures.calls import Call
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import broadcast
 from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule
 from fxpar.signatures.views import numbered, wrap
@@ -10,7 +10,7 @@ from fxpar.signatures.views import numbered, wrap
 _SELF = (("self",),)
 
 
-def _index(call: Call) -> Labelling | Refusal:
+def _index(call: OpCall) -> Labelling | Refusal:
     """`x[i, j, :]`: indices are broadcast and replace the dimensions they stand at, which must be neighbours."""
     entries = call.get("indices") or []
     entries = entries or [call.position("indices")] * call.names.count("indices")
@@ -32,7 +32,7 @@ def _index(call: Call) -> Labelling | Refusal:
     return Labelling((labels, *(broadcast(k.shape, taken, spread) for k in indices)), (tuple(numbered(len(out))),))
 
 
-def _gather(call: Call) -> Labelling | Refusal:
+def _gather(call: OpCall) -> Labelling | Refusal:
     """The index may be cut along `dim`; along the others only where it covers them."""
     shape, index = call.operands[0].shape, call.operands[1].shape
     dim = wrap(call.get("dim", 0), len(shape)) if shape else 0
@@ -42,7 +42,7 @@ def _gather(call: Call) -> Labelling | Refusal:
     return Labelling((tuple(source), tuple(other)), (tuple(other),))
 
 
-def _embedding(call: Call) -> Labelling | Refusal:
+def _embedding(call: OpCall) -> Labelling | Refusal:
     """`_ h, i… -> i… h`; cutting the vocabulary needs masks and belongs to a composite operator."""
     lead = numbered(len(call.operands[1].shape))
     if call.get("scale_grad_by_freq"):  # the gradient is divided by counts over all indices
@@ -50,14 +50,14 @@ def _embedding(call: Call) -> Labelling | Refusal:
     return Labelling(((None, "h"), tuple(lead)), ((*lead, "h"),))
 
 
-def _index_select(call: Call) -> Labelling | Refusal:
+def _index_select(call: OpCall) -> Labelling | Refusal:
     labels = numbered(len(call.operands[0].shape))
     dim = wrap(call.get("dim", 0), len(labels))
     source = [None if i == dim else label for i, label in enumerate(labels)]
     return Labelling((tuple(source), (labels[dim],)), (tuple(labels),))
 
 
-def _one_hot(call: Call) -> Labelling | Refusal:
+def _one_hot(call: OpCall) -> Labelling | Refusal:
     """`... -> ... _`; without a number of classes that is how large the largest index is, of the whole."""
     if int(call.get("num_classes", -1)) < 0:
         return Refusal("the number of classes is read off all indices")

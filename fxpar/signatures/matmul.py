@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from fxpar.layout.symbols import Size
-from fxpar.signatures.calls import Call
+from fxpar.layout.symbolic_sizes import Size
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import broadcast
 from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule
 
@@ -20,7 +20,7 @@ def _read(part: str, rank: int) -> Labels:
     return tuple(None if word == "_" else word for word in words)
 
 
-def formula(text: str, *names: str) -> Callable[[Call], Labelling | Refusal]:
+def formula(text: str, *names: str) -> Callable[[OpCall], Labelling | Refusal]:
     """Labels written as `... k, o k, o -> ... o`, one part for each of `names`; `{k}` around a label sums it.
 
     Operands that were not passed leave their part out. A label that an absent output cannot take is summed.
@@ -28,7 +28,7 @@ def formula(text: str, *names: str) -> Callable[[Call], Labelling | Refusal]:
     left, right = text.split("->")
     parts = dict(zip(names, left.split(","), strict=True))
 
-    def labels(call: Call) -> Labelling | Refusal:
+    def labels(call: OpCall) -> Labelling | Refusal:
         ins = tuple(_read(parts[name], len(kind.shape)) for name, kind in zip(call.names, call.operands, strict=True))
         outs = tuple(_read(part, len(kind.shape)) for part, kind in zip(right.split(","), call.outputs, strict=True))
         if any(
@@ -43,10 +43,10 @@ def formula(text: str, *names: str) -> Callable[[Call], Labelling | Refusal]:
     return labels
 
 
-def _without(name: str, rule: Callable[[Call], Labelling | Refusal]) -> Callable[[Call], Labelling | Refusal]:
+def _without(name: str, rule: Callable[[OpCall], Labelling | Refusal]) -> Callable[[OpCall], Labelling | Refusal]:
     """Summed labels are lost where the operand `name` is added once: the sum would count it n times."""
 
-    def labels(call: Call) -> Labelling | Refusal:
+    def labels(call: OpCall) -> Labelling | Refusal:
         labelling = rule(call)
         if isinstance(labelling, Refusal) or name not in call.names:
             return labelling
@@ -58,12 +58,12 @@ def _without(name: str, rule: Callable[[Call], Labelling | Refusal]) -> Callable
     return labels
 
 
-def _added(text: str, first: str, second: str) -> Callable[[Call], Labelling | Refusal]:
+def _added(text: str, first: str, second: str) -> Callable[[OpCall], Labelling | Refusal]:
     """`self + first @ second`: `self` is broadcast to the result."""
     product = formula(text, first, second)
 
-    def labels(call: Call) -> Labelling | Refusal:
-        inner = Call(call.target, call.arguments, call.operands[1:], call.names[1:], call.outputs, call.n)
+    def labels(call: OpCall) -> Labelling | Refusal:
+        inner = OpCall(call.target, call.arguments, call.operands[1:], call.names[1:], call.outputs, call.n)
         labelling = product(inner)
         if isinstance(labelling, Refusal):
             return labelling
@@ -76,7 +76,7 @@ def _added(text: str, first: str, second: str) -> Callable[[Call], Labelling | R
     return labels
 
 
-def matmul_labels(call: Call) -> Labelling | Refusal:
+def matmul_labels(call: OpCall) -> Labelling | Refusal:
     """`torch.matmul` for every rank: leading dimensions are broadcast."""
     a, b = (kind.shape for kind in call.operands)
     out = call.outputs[0].shape
@@ -89,7 +89,7 @@ def matmul_labels(call: Call) -> Labelling | Refusal:
     return Labelling((left, right), ((*names, *rows, *columns),), frozenset("k"))
 
 
-def attention_labels(call: Call) -> Labelling | Refusal:
+def attention_labels(call: OpCall) -> Labelling | Refusal:
     """`… s e, … t e, … t v, mask -> … s v`; the query rows too where no causal mask ties them to the key rows."""
     lead = call.outputs[0].shape[:-2]
     names = tuple(f"d{i}" for i in range(len(lead)))
@@ -114,7 +114,7 @@ def attention_labels(call: Call) -> Labelling | Refusal:
     return Labelling(tuple(ins), ((*names, rows, "v"),))
 
 
-def _convolution(call: Call) -> Labelling | Refusal:
+def _convolution(call: OpCall) -> Labelling | Refusal:
     """`n c …, o c …, o -> n o …`, with groups `n …` alone; spatial dimensions need their neighbours."""
     rank = len(call.outputs[0].shape)
     if len(call.operands[0].shape) != rank or rank != len(call.operands[1].shape):

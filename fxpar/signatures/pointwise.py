@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from fxpar.layout.layout import P, Placement, R
-from fxpar.layout.symbols import Size
-from fxpar.signatures.calls import Call
+from fxpar.layout.symbolic_sizes import Size
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule
 
 
@@ -20,7 +20,7 @@ def broadcast(shape: tuple[Size, ...], out: tuple[Size, ...], labels: Labels | N
     return tuple(names[offset + i] if size != 1 or out[offset + i] == 1 else None for i, size in enumerate(shape))
 
 
-def pointwise_labels(call: Call) -> Labelling | Refusal:
+def pointwise_labels(call: OpCall) -> Labelling | Refusal:
     """`d0 d1 …, … -> d0 d1 …`."""
     out = call.outputs[0].shape
     names = tuple(f"d{i}" for i in range(len(out)))
@@ -29,7 +29,7 @@ def pointwise_labels(call: Call) -> Labelling | Refusal:
     return Labelling(tuple(broadcast(k.shape, out) for k in call.operands), tuple(names for _ in call.outputs))
 
 
-def keeps_sums(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+def keeps_sums(call: OpCall, placements: Sequence[Placement]) -> Refusal | None:
     """A cast, of its own or by `dtype`, is not linear from floating point to integers, nor to booleans."""
     source, target = call.operands[0], call.outputs[0]
     if P in placements and (target.dtype == torch.bool or (source.is_float and not target.is_float)):
@@ -37,10 +37,10 @@ def keeps_sums(call: Call, placements: Sequence[Placement]) -> Refusal | None:
     return None
 
 
-def _zero_only(name: str) -> Callable[[Call, Sequence[Placement]], Refusal | None]:
+def _zero_only(name: str) -> Callable[[OpCall, Sequence[Placement]], Refusal | None]:
     """Filling is linear only with zeros: any other number would be summed over the ranks."""
 
-    def check(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+    def check(call: OpCall, placements: Sequence[Placement]) -> Refusal | None:
         if P in placements and call.get(name) != 0:
             return Refusal("a number that fills in a partial (P) value would be added by every rank: reduce it first")
         return None
@@ -48,17 +48,17 @@ def _zero_only(name: str) -> Callable[[Call, Sequence[Placement]], Refusal | Non
     return check
 
 
-def same_values(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
+def same_values(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
     """The values of the result do not depend on those of the operand: of a sum it is no sum."""
     return (R,) * len(call.outputs) if P in placements else None
 
 
-def _each_for_itself(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
+def _each_for_itself(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
     """Every result is its own operand: a sum where that is one."""
     return tuple(placements) if P in placements and set(placements) <= {P, R} else None
 
 
-def _prelu_labels(call: Call) -> Labelling | Refusal:
+def _prelu_labels(call: OpCall) -> Labelling | Refusal:
     """`n c …, c -> n c …`; a single weight is broadcast."""
     labelling = pointwise_labels(call)
     if isinstance(labelling, Refusal):

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from fxpar.layout.layout import Placement
-from fxpar.signatures.calls import Call, bind_arguments
 from fxpar.signatures.engine import seed_signature
+from fxpar.signatures.op_call import OpCall, bind_arguments
 from fxpar.signatures.pointwise import pointwise_labels, same_values
 from fxpar.signatures.rule import Refusal, Rule, Signature
 
@@ -46,7 +46,7 @@ def draws_bits(node: fx.Node) -> bool:
     return not idle and not (isinstance(probability, (int, float)) and probability == 0)
 
 
-def _seed(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+def _seed(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
     if placement.is_shard and len(placement.pieces) > 1:
         return Refusal("random bits for a dimension of several segments: split the segments first")
     return seed_signature(Rule(pointwise_labels), call, index, placement)

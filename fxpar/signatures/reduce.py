@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fxpar.layout.layout import P, Placement, R
-from fxpar.signatures.calls import Call
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import broadcast, keeps_sums
 from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule
 
 
-def _reduced(call: Call) -> list[int]:
+def _reduced(call: OpCall) -> list[int]:
     rank = len(call.operands[0].shape)
     dims = call.get("dim")
     if dims is None or dims == []:
@@ -18,8 +18,8 @@ def _reduced(call: Call) -> list[int]:
     return [d % rank if rank else 0 for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
 
 
-def _reduction(summed: bool) -> Callable[[Call], Labelling | Refusal]:
-    def labels(call: Call) -> Labelling | Refusal:
+def _reduction(summed: bool) -> Callable[[OpCall], Labelling | Refusal]:
+    def labels(call: OpCall) -> Labelling | Refusal:
         rank = len(call.operands[0].shape)
         gone = _reduced(call)
         names = [f"d{i}" for i in range(rank)]
@@ -32,7 +32,7 @@ def _reduction(summed: bool) -> Callable[[Call], Labelling | Refusal]:
     return labels
 
 
-def _topk(call: Call) -> Labelling | Refusal:
+def _topk(call: OpCall) -> Labelling | Refusal:
     """The dimension that is searched stays, shorter, and cannot be sharded."""
     labels: list[str | None] = [f"d{i}" for i in range(len(call.operands[0].shape))]
     if labels:
@@ -40,10 +40,10 @@ def _topk(call: Call) -> Labelling | Refusal:
     return Labelling((tuple(labels),), tuple(tuple(labels) for _ in call.outputs))
 
 
-def _norm(normalized: Callable[[Call], int]) -> Callable[[Call], Labelling | Refusal]:
+def _norm(normalized: Callable[[OpCall], int]) -> Callable[[OpCall], Labelling | Refusal]:
     """Leading dimensions can be sharded; the normalised ones and their weights are needed whole."""
 
-    def labels(call: Call) -> Labelling | Refusal:
+    def labels(call: OpCall) -> Labelling | Refusal:
         rank = len(call.operands[0].shape)
         lead: Labels = tuple(f"d{i}" if i < rank - normalized(call) else None for i in range(rank))
         rest = tuple((None,) * len(kind.shape) for kind in call.operands[1:])
@@ -53,13 +53,13 @@ def _norm(normalized: Callable[[Call], int]) -> Callable[[Call], Labelling | Ref
     return labels
 
 
-def _batch_norm(call: Call) -> Labelling | Refusal:
+def _batch_norm(call: OpCall) -> Labelling | Refusal:
     """`_ c …, c, c -> _ c …, c, c`: channels are apart, and everything else is counted."""
     full: Labels = tuple("c" if i == 1 else None for i in range(len(call.operands[0].shape)))
     return Labelling((full, *(("c",) for _ in call.operands[1:])), (full, ("c",), ("c",)))
 
 
-def norm_of_summands(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
+def norm_of_summands(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
     """The result is linear in weight and bias together, and the statistics do not depend on them."""
     affine = [p for name, p in zip(call.names, placements, strict=True) if name in ("weight", "bias")]
     others = [p for name, p in zip(call.names, placements, strict=True) if name not in ("weight", "bias")]
@@ -68,14 +68,14 @@ def norm_of_summands(call: Call, placements: Sequence[Placement]) -> tuple[Place
     return (P, *(R,) * (len(call.outputs) - 1))
 
 
-def _weight_norm(call: Call) -> Labelling | Refusal:
+def _weight_norm(call: OpCall) -> Labelling | Refusal:
     """`v, g -> v * g / |v|`: the dimension that keeps its norms (-1: there is one norm of all) can be sharded."""
     dim = call.get("dim", 0)
     labels = [tuple("d" if i == dim else None for i in range(len(kind.shape))) for kind in call.operands]
     return Labelling(tuple(labels), (labels[0],))
 
 
-def _loss(call: Call) -> Labelling | Refusal:
+def _loss(call: OpCall) -> Labelling | Refusal:
     """`n _, n -> n` (reduction none) or a sum over n; a mean divides by a count that no rank knows alone.
 
     Of probabilities in place of classes `n _, n _ -> n`.
@@ -94,7 +94,7 @@ def _loss(call: Call) -> Labelling | Refusal:
     return Labelling((logits, target, *weights), outs, frozenset(rows if how == 2 else ()))
 
 
-def _row_loss(call: Call) -> Labelling | Refusal:
+def _row_loss(call: OpCall) -> Labelling | Refusal:
     """`n _, n … -> n` (reduction none) or a sum over n: margins between the classes of a row."""
     if len(call.operands[0].shape) != 2:
         return Refusal("a loss without a batch dimension needs whole operands")
@@ -106,7 +106,7 @@ def _row_loss(call: Call) -> Labelling | Refusal:
     return Labelling((*rows, *weights), (("n",) if how == 0 else (),), frozenset("n" if how == 2 else ()))
 
 
-def _pointwise_loss(call: Call) -> Labelling | Refusal:
+def _pointwise_loss(call: OpCall) -> Labelling | Refusal:
     """Element by element, with weights that may be broadcast: all elements, or their sum."""
     shape = call.operands[0].shape
     labels = tuple(f"d{i}" for i in range(len(shape)))
@@ -119,11 +119,11 @@ def _pointwise_loss(call: Call) -> Labelling | Refusal:
     return Labelling(tuple(broadcast(kind.shape, shape) for kind in call.operands), (out,), frozenset(summed))
 
 
-def _no_partial_target(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+def _no_partial_target(call: OpCall, placements: Sequence[Placement]) -> Refusal | None:
     return Refusal("a loss is not linear in partial (P) values: reduce them first") if P in placements else None
 
 
-def _no_partial_value(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+def _no_partial_value(call: OpCall, placements: Sequence[Placement]) -> Refusal | None:
     """As `_no_partial_target`, of a loss that is linear in what weighs its elements."""
     values = [p for name, p in zip(call.names, placements, strict=True) if name != "weight"]
     return _no_partial_target(call, values)
@@ -142,7 +142,7 @@ _ROW_LOSSES = ("multi_margin_loss.default", "multilabel_margin_loss.default")
 _WEIGHED_LOSSES = ("binary_cross_entropy.default", "binary_cross_entropy_with_logits.default")
 
 
-def _counted(call: Call) -> Labelling | Refusal:
+def _counted(call: OpCall) -> Labelling | Refusal:
     """A histogram between two given bounds: counts of each rank's elements are summands."""
     if call.get("min", 0) == call.get("max", 0):
         return Refusal("the bounds are the least and the largest of all elements")

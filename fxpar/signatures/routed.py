@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fxpar.signatures.calls import Call
 from fxpar.signatures.matmul import formula
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.rule import Labelling, Labels, Rule
 
 
@@ -22,7 +22,7 @@ def _summed(ins: tuple[Labels, ...], out: Labels) -> Labelling:
     return Labelling(ins, (out,), frozenset(label for part in ins for label in part if label and label not in out))
 
 
-def _linear(call: Call) -> Labelling:
+def _linear(call: OpCall) -> Labelling:
     x, weight, _ = (len(kind.shape) for kind in call.operands)
     lead = _lead(x - 2, x - 2)
     matrix: Labels = ("i", "o") if call.get("transposed") else ("o", "i")
@@ -30,21 +30,21 @@ def _linear(call: Call) -> Labelling:
     return _summed(((*lead, None, "i"), weight_labels, (*lead, None)), (*lead, None, "o"))
 
 
-def _outer(call: Call) -> Labelling:
+def _outer(call: OpCall) -> Labelling:
     rank = len(call.operands[0].shape)
     lead = _lead(rank - 2, rank - 2)
     out: Labels = (*_lead(len(call.outputs[0].shape) - 3, rank - 2), None, "i", "o")
     return _summed(((*lead, None, "i"), (*lead, None, "o"), (*lead, None)), out)
 
 
-def _spread(call: Call) -> Labelling:
+def _spread(call: OpCall) -> Labelling:
     rank = len(call.outputs[0].shape)
     lead = _lead(rank - 2, rank - 2)
     rows: Labels = (*_lead(len(call.operands[0].shape) - 2, rank - 2), None, "o")
     return _summed((rows, (*lead, None)), (*lead, None, "o"))
 
 
-def _sum(call: Call) -> Labelling:
+def _sum(call: OpCall) -> Labelling:
     rank = len(call.operands[0].shape)
     lead = _lead(rank - 2, rank - 2)
     out: Labels = (*_lead(len(call.outputs[0].shape) - 2, rank - 2), None, "o")
@@ -53,7 +53,7 @@ def _sum(call: Call) -> Labelling:
 
 def routed_rules() -> dict[str, Rule]:
     """Rules by overload name."""
-    labels: dict[str, tuple[Callable[[Call], Labelling], tuple[tuple[str, ...], ...]]] = {
+    labels: dict[str, tuple[Callable[[OpCall], Labelling], tuple[tuple[str, ...], ...]]] = {
         "grouped_linear": (_linear, (("x",), ("weight",))),
         "grouped_outer": (_outer, (("a",), ("b",))),
         "spread_rows": (_spread, (("v",),)),

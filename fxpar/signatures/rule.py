@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fxpar.layout.layout import Placement
-from fxpar.signatures.calls import Call
+from fxpar.signatures.op_call import OpCall
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Labelling:
     summed: frozenset[str] = frozenset()
 
 
-Seed = Callable[[Call, int, Placement], Signature | Refusal]
-Check = Callable[[Call, Sequence[Placement]], tuple[Placement, ...] | Refusal | None]
+Seed = Callable[[OpCall, int, Placement], Signature | Refusal]
+Check = Callable[[OpCall, Sequence[Placement]], tuple[Placement, ...] | Refusal | None]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Rule:
         summands: names of gradients, of which ranks that share blocks must hold summands.
     """
 
-    labels: Callable[[Call], Labelling | Refusal] | None = None
+    labels: Callable[[OpCall], Labelling | Refusal] | None = None
     partial: tuple[tuple[str, ...], ...] = ()
     seed: Seed | None = None
     check: Check | None = None

@@ -6,19 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fxpar.layout.layout import P, Placement, R
-from fxpar.layout.symbols import Size
-from fxpar.signatures.calls import Call
+from fxpar.layout.symbolic_sizes import Size
 from fxpar.signatures.engine import infer
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import broadcast
 from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule
 
-_Check = Callable[[Call, Sequence[Placement]], tuple[Placement, ...] | Refusal | None]
+_Check = Callable[[OpCall, Sequence[Placement]], tuple[Placement, ...] | Refusal | None]
 
 
-def ignoring(unread: Callable[[Call], Sequence[str]], rule: Rule) -> Rule:
+def ignoring(unread: Callable[[OpCall], Sequence[str]], rule: Rule) -> Rule:
     """The rule with operands that may be partial because their values are not read."""
 
-    def check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
+    def check(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
         names = unread(call)
         effective = [R if p == P and name in names else p for name, p in zip(call.names, placements, strict=True)]
         if effective == list(placements):
@@ -32,7 +32,7 @@ def _numbered(rank: int) -> list[str | None]:
     return [f"d{i}" for i in range(rank)]
 
 
-def _of_rows(labels: Callable[[Call], Labelling | Refusal], rows: Callable[[Call], Labels]) -> _Check:
+def _of_rows(labels: Callable[[OpCall], Labelling | Refusal], rows: Callable[[OpCall], Labels]) -> _Check:
     """What is added may be cut where it is indexed: each rank adds its own, to a summand of what is added to.
 
     Args:
@@ -40,7 +40,7 @@ def _of_rows(labels: Callable[[Call], Labelling | Refusal], rows: Callable[[Call
         rows: labels of the dimensions of the indices.
     """
 
-    def check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
+    def check(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
         self_index = call.names.index("self")
         cut = next((i for i, p in enumerate(placements) if p.is_shard), None)
         if placements[self_index] != P or cut is None:
@@ -62,7 +62,7 @@ def _of_rows(labels: Callable[[Call], Labelling | Refusal], rows: Callable[[Call
     return check
 
 
-def _scatter(call: Call) -> Labelling | Refusal:
+def _scatter(call: OpCall) -> Labelling | Refusal:
     """A dimension gets elements at places of its own: it stays whole; the others go along where all have them whole.
 
     Along `dim` index and source are one (`rows`), which is summed.
@@ -80,7 +80,7 @@ def _scatter(call: Call) -> Labelling | Refusal:
     return Labelling(ins, (tuple(whole),))
 
 
-def _scatter_in_place_of(call: Call) -> Labelling | Refusal:
+def _scatter_in_place_of(call: OpCall) -> Labelling | Refusal:
     """As `_scatter`; of two elements at one place each rank would keep another, so that `dim` stays whole there too."""
     labelling = _scatter(call)
     if isinstance(labelling, Refusal):
@@ -89,11 +89,11 @@ def _scatter_in_place_of(call: Call) -> Labelling | Refusal:
     return Labelling(ins, labelling.outputs)
 
 
-def _rows(call: Call) -> Labels:
+def _rows(call: OpCall) -> Labels:
     return ("rows",)
 
 
-def _index_add(call: Call) -> Labelling | Refusal:
+def _index_add(call: OpCall) -> Labelling | Refusal:
     """`dim` gets the rows of `source` at their places."""
     labels = _numbered(len(call.operands[0].shape))
     dim = int(call.get("dim")) % max(len(labels), 1)
@@ -103,12 +103,12 @@ def _index_add(call: Call) -> Labelling | Refusal:
     return Labelling(tuple(known[name] for name in call.names), (whole,))
 
 
-def _index_rows(call: Call) -> Labels:
+def _index_rows(call: OpCall) -> Labels:
     indices = [k for name, k in zip(call.names, call.operands, strict=True) if name == "indices"]
     return tuple(f"i{i}" for i in range(max((len(kind.shape) for kind in indices), default=0)))
 
 
-def _index_put(call: Call) -> Labelling | Refusal:
+def _index_put(call: OpCall) -> Labelling | Refusal:
     """`x[i, j, :] += values`: what is indexed stays whole; dimensions behind and before it go along."""
     entries = call.get("indices") or []
     entries = entries or [call.position("indices")] * call.names.count("indices")
@@ -138,10 +138,10 @@ def _index_put(call: Call) -> Labelling | Refusal:
     return Labelling(ins, (tuple(labels),))
 
 
-def _behind(count: int) -> Callable[[Call], Labelling | Refusal]:
+def _behind(count: int) -> Callable[[OpCall], Labelling | Refusal]:
     """Gradient and operand of what pools or pads the last dimensions, which stay whole."""
 
-    def labels(call: Call) -> Labelling | Refusal:
+    def labels(call: OpCall) -> Labelling | Refusal:
         rank = len(call.operands[0].shape)
         lead: Labels = tuple(f"d{i}" if i < rank - count else None for i in range(rank))
         return Labelling((lead,) * len(call.operands), (lead,))
@@ -149,11 +149,11 @@ def _behind(count: int) -> Callable[[Call], Labelling | Refusal]:
     return labels
 
 
-def _value_unread(call: Call) -> tuple[str, ...]:
+def _value_unread(call: OpCall) -> tuple[str, ...]:
     return ("self",)
 
 
-def _convolution(call: Call) -> Labelling | Refusal:
+def _convolution(call: OpCall) -> Labelling | Refusal:
     """`n c …, o c …, o -> n o …`, with groups `n …` alone."""
     rank = len(call.outputs[0].shape)
     if len(call.operands[0].shape) != rank or rank != len(call.operands[1].shape):
@@ -166,13 +166,13 @@ def _convolution(call: Call) -> Labelling | Refusal:
     return Labelling(tuple(labels[name] for name in call.names), (("n", o, *space),), frozenset("c" if c else ""))
 
 
-def _one_gradient(call: Call) -> int | None:
+def _one_gradient(call: OpCall) -> int | None:
     """Which of the gradients of input, weight and bias is computed; None where it is not one of the first two."""
     needed = [i for i, flag in enumerate(call.get("output_mask")) if flag]
     return needed[0] if needed in ([0], [1]) else None
 
 
-def _convolution_backward(call: Call) -> Labelling | Refusal:
+def _convolution_backward(call: OpCall) -> Labelling | Refusal:
     """`n o …, n c …, o c … -> n c …` or `-> o c …`; what is not computed has no elements, and goes along."""
     index = _one_gradient(call)
     rank = len(call.operands[0].shape)
@@ -187,13 +187,13 @@ def _convolution_backward(call: Call) -> Labelling | Refusal:
     return Labelling(ins, tuple(outs), frozenset(label for label in ("n", o, c) if label))
 
 
-def _shape_alone(call: Call) -> tuple[str, ...]:
+def _shape_alone(call: OpCall) -> tuple[str, ...]:
     """Of what the gradient is, the shape alone is read."""
     index = _one_gradient(call)
     return () if index is None else (("input",), ("weight",))[index]
 
 
-def _diagonal(call: Call) -> Labelling | Refusal:
+def _diagonal(call: OpCall) -> Labelling | Refusal:
     """The two dimensions of a diagonal stay whole, and so does the last one, which is the diagonal."""
     rank = max(len(kind.shape) for kind in (*call.operands, *call.outputs))
     across = {int(call.get(name)) % rank for name in ("dim1", "dim2")}

@@ -11,9 +11,9 @@ from fxpar.layout.layout import P, Piece, Placement, R
 from fxpar.layout.nesting import local_size
 from fxpar.layout.shard_segments import pieces_of, through_view
 from fxpar.layout.slices import slice_pieces, strided_pieces
-from fxpar.layout.symbols import Size, divide, sign, simplify
-from fxpar.signatures.calls import Call
+from fxpar.layout.symbolic_sizes import Size, divide, sign, simplify
 from fxpar.signatures.engine import seed_signature, transfer
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import broadcast, keeps_sums
 from fxpar.signatures.rule import Labelling, Refusal, Rule, Signature
 
@@ -31,7 +31,7 @@ def wrap(dim: int, rank: int) -> int:
     return dim + rank if dim < 0 else dim
 
 
-def _view(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+def _view(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
     after = through_view(placement, call.operands[0].shape, call.outputs[0].shape, call.n)
     if after is None:
         shapes = f"{call.operands[0]} to {call.outputs[0]}"
@@ -39,7 +39,7 @@ def _view(call: Call, index: int, placement: Placement) -> Signature | Refusal:
     return Signature((placement,), (after,))
 
 
-def _squeeze(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+def _squeeze(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
     """As a view, but a rank removes each named dimension of which one element is left to it."""
     rank = len(call.operands[0].shape)
     dims = call.get("dim", list(range(rank)))
@@ -51,7 +51,7 @@ def _squeeze(call: Call, index: int, placement: Placement) -> Signature | Refusa
     return _view(call, index, placement)
 
 
-def _permute(call: Call) -> Labelling | Refusal:
+def _permute(call: OpCall) -> Labelling | Refusal:
     rank = len(call.operands[0].shape)
     labels = numbered(rank)
     name = call.target._schema.name
@@ -66,7 +66,7 @@ def _permute(call: Call) -> Labelling | Refusal:
     return Labelling((tuple(labels),), (tuple(labels[i] for i in order),))
 
 
-def _without_dim(call: Call) -> Labelling | Refusal:
+def _without_dim(call: OpCall) -> Labelling | Refusal:
     """`dim` is removed from the result (select)."""
     labels = numbered(len(call.operands[0].shape))
     dim = wrap(call.get("dim", 0), len(labels))
@@ -75,14 +75,14 @@ def _without_dim(call: Call) -> Labelling | Refusal:
     return Labelling((tuple(labels),), tuple(tuple(rest) for _ in call.outputs))
 
 
-def _select(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+def _select(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
     """A rank holds some of what is taken one by one: the cut is torn."""
     if placement.dim == wrap(call.get("dim", 0), len(call.operands[0].shape)):
         return Refusal(f"one element of dimension {placement.dim} is taken, and {placement} cuts it", structural=True)
     return seed_signature(Rule(_without_dim, _SELF, padding=("self",)), call, index, placement)
 
 
-def _keeping_dim(call: Call) -> Labelling | Refusal:
+def _keeping_dim(call: OpCall) -> Labelling | Refusal:
     """`dim` (or `dims`) stays and cannot be sharded (cumsum, flip, roll, softmax); roll without dims needs all."""
     labels = numbered(len(call.operands[0].shape))
     dims = call.get("dims", call.get("dim", 0))
@@ -93,12 +93,12 @@ def _keeping_dim(call: Call) -> Labelling | Refusal:
     return Labelling((tuple(labels),), tuple(tuple(labels) for _ in call.outputs))
 
 
-def _expand(call: Call) -> Labelling | Refusal:
+def _expand(call: OpCall) -> Labelling | Refusal:
     out = call.outputs[0].shape
     return Labelling((broadcast(call.operands[0].shape, out),), (tuple(numbered(len(out))),))
 
 
-def _repeat(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+def _repeat(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
     """A dimension that is repeated k times has its pieces k times."""
     out, shape = call.outputs[0].shape, call.operands[0].shape
     dim = len(out) - len(shape) + placement.dim
@@ -115,7 +115,7 @@ def _repeat(call: Call, index: int, placement: Placement) -> Signature | Refusal
     return Refusal(f"{placement} is repeated an unknown number of times", structural=True)
 
 
-def slice_bounds(call: Call, size: Size) -> tuple[Size, Size]:
+def slice_bounds(call: OpCall, size: Size) -> tuple[Size, Size]:
     """Start and end of a slice of a dimension of `size` elements, counted from its front."""
     start, end = call.get("start") or 0, call.get("end")
 
@@ -131,7 +131,7 @@ def slice_bounds(call: Call, size: Size) -> tuple[Size, Size]:
     return clamp(start), size if end is None else clamp(end)
 
 
-def _slice(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+def _slice(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
     shape = call.operands[0].shape
     dim = wrap(call.get("dim", 0), len(shape))
     if placement.dim != dim:
@@ -151,7 +151,7 @@ def _slice(call: Call, index: int, placement: Placement) -> Signature | Refusal:
     return Signature((placement,), (_part(dim, pieces),))
 
 
-def _split(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+def _split(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
     rank = len(call.operands[0].shape)
     dim = wrap(call.get("dim", 0), rank)
     if placement.dim != dim:
@@ -171,7 +171,7 @@ def _part(dim: int, pieces: tuple[Piece, ...]) -> Placement:
     return Placement("S", dim, pieces) if any(p.sharded for p in pieces) else R
 
 
-def _parts(call: Call, placement: Placement, cuts: list[tuple[Size, Size]]) -> Signature | Refusal:
+def _parts(call: OpCall, placement: Placement, cuts: list[tuple[Size, Size]]) -> Signature | Refusal:
     outs = []
     for start, end in cuts:
         pieces = slice_pieces(placement.pieces, start, end)
@@ -181,11 +181,11 @@ def _parts(call: Call, placement: Placement, cuts: list[tuple[Size, Size]]) -> S
     return Signature((placement,), tuple(outs))
 
 
-def _cat_dim(call: Call) -> int:
+def _cat_dim(call: OpCall) -> int:
     return wrap(call.get("dim", 0), len(call.outputs[0].shape))
 
 
-def _cat(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+def _cat(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
     """Along another dimension the cut passes; along the same one every part must be cut, the pieces join."""
     dim = _cat_dim(call)
     source = call.operands[index].shape[placement.dim]
@@ -202,7 +202,7 @@ def _cat(call: Call, index: int, placement: Placement) -> Signature | Refusal:
     return Signature(tuple(ins), (Placement("S", dim, pieces_of([p for i in ins for p in i.pieces])),))
 
 
-def _cat_segments(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
+def _cat_segments(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
     """Segments that are cut in different ways, or not at all, join to one dimension with a layout for each.
 
     A partial value is a segment that all ranks hold summands of.
@@ -226,14 +226,14 @@ def _cat_segments(call: Call, placements: Sequence[Placement]) -> tuple[Placemen
     return (Placement("S", dim, pieces_of(pieces), partial=P in placements),)
 
 
-def _stack(call: Call) -> Labelling | Refusal:
+def _stack(call: OpCall) -> Labelling | Refusal:
     labels = numbered(len(call.operands[0].shape))
     out = list(labels)
     out.insert(wrap(call.get("dim", 0), len(labels) + 1), None)
     return Labelling(tuple(tuple(labels) for _ in call.operands), (tuple(out),))
 
 
-def _pad(call: Call) -> Labelling | Refusal:
+def _pad(call: OpCall) -> Labelling | Refusal:
     """A dimension that is padded needs its ends."""
     labels = numbered(len(call.operands[0].shape))
     pad = call.get("pad")
@@ -243,21 +243,21 @@ def _pad(call: Call) -> Labelling | Refusal:
     return Labelling((tuple(labels),), (tuple(labels),))
 
 
-def _pad_with_zeros(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+def _pad_with_zeros(call: OpCall, placements: Sequence[Placement]) -> Refusal | None:
     """Padding is linear unless it is with a number."""
     if P in placements and call.get("mode", "constant") == "constant" and call.get("value") not in (None, 0):
         return Refusal("padding of a partial (P) value would be added by every rank: reduce it first")
     return None
 
 
-def _difference(call: Call) -> Labelling | Refusal:
+def _difference(call: OpCall) -> Labelling | Refusal:
     """`dim` gets shorter, and longer by what is put in front and behind: it cannot be sharded."""
     labels = numbered(len(call.operands[0].shape))
     labels[wrap(call.get("dim", -1), len(labels))] = None
     return Labelling((tuple(labels),) * len(call.operands), (tuple(labels),))
 
 
-def _scatter(call: Call) -> Labelling | Refusal:
+def _scatter(call: OpCall) -> Labelling | Refusal:
     """A part of `dim`, or one element of it, is put in place of what is there: it cannot be sharded."""
     labels = numbered(len(call.operands[0].shape))
     dim = wrap(call.get("dim", 0), len(labels))
@@ -269,10 +269,10 @@ def _scatter(call: Call) -> Labelling | Refusal:
     return Labelling((tuple(labels), tuple(part)), (tuple(labels),))
 
 
-def _whole_behind(count: int) -> Callable[[Call], Labelling | Refusal]:
+def _whole_behind(count: int) -> Callable[[OpCall], Labelling | Refusal]:
     """The last dimensions are mixed: what pools pixels, or makes pixels of channels, keeps images apart."""
 
-    def labels(call: Call) -> Labelling | Refusal:
+    def labels(call: OpCall) -> Labelling | Refusal:
         lead = numbered(len(call.operands[0].shape))
         lead[-count:] = [None] * count
         return Labelling((tuple(lead),), (tuple(lead),))
@@ -280,18 +280,18 @@ def _whole_behind(count: int) -> Callable[[Call], Labelling | Refusal]:
     return labels
 
 
-def _triangle(call: Call) -> Labelling | Refusal:
+def _triangle(call: OpCall) -> Labelling | Refusal:
     labels = numbered(len(call.operands[0].shape))
     labels[-2:] = [None, None]
     return Labelling((tuple(labels),), (tuple(labels),))
 
 
-def _made(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+def _made(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
     """A tensor made in the shape of none of its operands: they serve for element type and device alone."""
     return Signature((placement,), (R,))
 
 
-def _made_anyway(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...]:
+def _made_anyway(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...]:
     return (R,)
 
 

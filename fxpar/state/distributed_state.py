@@ -16,21 +16,21 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fxpar.errors import CheckpointError
 from fxpar.state.full_state import check_names, check_saved, check_shape
-from fxpar.state.initial import Named
+from fxpar.state.initial import ModelTensor
 from fxpar.state.operand import part_of
-from fxpar.state.place import Place
-from fxpar.state.rank_tensors import Held
+from fxpar.state.place import ShardSpec
+from fxpar.state.rank_tensors import RankTensors
 from fxpar.state.sharded import Sharded, local_of
 
 
-def saved_once(weights: Held) -> dict[str, Named]:
+def saved_once(weights: RankTensors) -> dict[str, ModelTensor]:
     """What the unsplit model would save, each tensor under the first of its names that are saved.
 
     Raises:
         CheckpointError: the unsplit model's state dict holds something else than parameters and buffers.
     """
     entries = weights.entries()
-    saved: dict[str, Named] = {}
+    saved: dict[str, ModelTensor] = {}
     done: set[str] = set()
     for name in weights.saved:
         check_saved(name, entries)
@@ -40,7 +40,7 @@ def saved_once(weights: Held) -> dict[str, Named]:
     return saved
 
 
-def state_dict(weights: Held) -> dict[str, Tensor]:
+def state_dict(weights: RankTensors) -> dict[str, Tensor]:
     """This rank's part of what the unsplit model would save; shares memory with the module's tensors.
 
     Raises:
@@ -52,7 +52,7 @@ def state_dict(weights: Held) -> dict[str, Tensor]:
     return {name: tensors[name].detach() for name in weights.saved if name in tensors}
 
 
-def load_state_dict(weights: Held, state: Mapping[str, Any], strict: bool) -> _IncompatibleKeys:
+def load_state_dict(weights: RankTensors, state: Mapping[str, Any], strict: bool) -> _IncompatibleKeys:
     """Inverse of `state_dict`; what shares memory with the module's tensors is in its place already.
 
     Whole tensors are taken too, each rank its part.
@@ -116,5 +116,5 @@ def _check_ties(parts: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> N
             )
 
 
-def _text(place: Place) -> str:
+def _text(place: ShardSpec) -> str:
     return f"{place.layout} on {' x '.join(str(size) for size in place.axes.values())} ranks"

@@ -22,12 +22,12 @@ from fxpar.errors import CheckpointError, InputError, shown
 from fxpar.state.checkpoint import FILE, INDEX
 from fxpar.state.distributed_state import saved_once
 from fxpar.state.full_state import on_all
-from fxpar.state.rank_tensors import Held
+from fxpar.state.rank_tensors import RankTensors
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-def save_checkpoint(weights: Held, model: nn.Module, folder: str | Path, shard_size: int | str) -> None:
+def save_checkpoint(weights: RankTensors, model: nn.Module, folder: str | Path, shard_size: int | str) -> None:
     """Writes the whole model from rank 0, one file after the other. A collective call.
 
     Each tensor is gathered by itself: the ranks hold one whole tensor at a time, rank 0 besides those of one file.
@@ -90,7 +90,7 @@ def bytes_of(size: int | str) -> int:
     return count
 
 
-def _files(weights: Held, tensors: dict[str, Tensor], limit: int) -> dict[str, list[str]]:
+def _files(weights: RankTensors, tensors: dict[str, Tensor], limit: int) -> dict[str, list[str]]:
     """Names of tensors by file, in the model's order."""
     groups: list[list[str]] = []
     room = 0

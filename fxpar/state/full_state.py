@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from fxpar.errors import CheckpointError
 from fxpar.layout.shards import local_block
-from fxpar.state.initial import Named
-from fxpar.state.rank_tensors import Held
+from fxpar.state.initial import ModelTensor
+from fxpar.state.rank_tensors import RankTensors
 from fxpar.state.sharded import local_of, whole_of
 
 _SAMPLES = 1024
 
 
-def full_state_dict(weights: Held) -> dict[str, Tensor]:
+def full_state_dict(weights: RankTensors) -> dict[str, Tensor]:
     """What `state_dict()` of the unsplit model would hold, on the CPU, the same on every rank. A collective call.
 
     Tensors share no memory with the module's; tied names share one tensor.
@@ -43,7 +43,7 @@ def full_state_dict(weights: Held) -> dict[str, Tensor]:
     return state
 
 
-def on_all(weights: Held, entry: Named) -> Tensor:
+def on_all(weights: RankTensors, entry: ModelTensor) -> Tensor:
     """A whole tensor on every rank, whoever holds it, detached. A collective call."""
     if weights.line is None or entry.first not in weights.line.first:
         return whole_of(entry.tensor)
@@ -51,7 +51,7 @@ def on_all(weights: Held, entry: Named) -> Tensor:
     return weights.line.shared(entry.first, whole, entry.tensor)
 
 
-def load_full_state_dict(weights: Held, state: Mapping[str, Any]) -> None:
+def load_full_state_dict(weights: RankTensors, state: Mapping[str, Any]) -> None:
     """Loads what `full_state_dict` or the unsplit model's `state_dict` gives; each rank keeps its shards.
 
     Values are cast to the module's element types. Tied names may be left out if one of them is there.

@@ -28,7 +28,7 @@ _Place = tuple[dict[str, Any], str]
 
 
 @dataclass(frozen=True)
-class Named:
+class ModelTensor:
     """A parameter or buffer of a model with all its names, in the order of `named_parameters`.
 
     Attributes:
@@ -49,13 +49,13 @@ class Named:
         return isinstance(self.tensor, nn.Parameter)
 
 
-def named_tensors(model: nn.Module) -> list[Named]:
+def named_tensors(model: nn.Module) -> list[ModelTensor]:
     """Every parameter and buffer of a model once: all parameters before all buffers."""
     entries: dict[int, tuple[Tensor, list[str]]] = {}
     for pairs in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, tensor in pairs:
             entries.setdefault(id(tensor), (tensor, []))[1].append(name)
-    return [Named(tuple(names), tensor) for tensor, names in entries.values()]
+    return [ModelTensor(tuple(names), tensor) for tensor, names in entries.values()]
 
 
 def materialize(model: nn.Module, seed: int = 0, device: torch.device | str = "cpu") -> nn.Module:
@@ -132,7 +132,7 @@ def initialised(
         needed = [leaf for leaf in leaves if names is None or full[leaf] in names]
         if needed:
             with _set_aside(aside):
-                values = _Module(model, path, leaves, device).values(seed)
+                values = _ModuleInitializer(model, path, leaves, device).values(seed)
             yield {full[leaf]: values.pop(leaf) for leaf in needed}
 
 
@@ -169,7 +169,7 @@ def _ghost(value: Tensor) -> nn.Parameter:
     return nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=value.requires_grad)
 
 
-class _Module:
+class _ModuleInitializer:
     """A module that is initialised by itself: its own tensors get memory, all others stay on the meta device.
 
     Args:

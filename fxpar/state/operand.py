@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fxpar.errors import InputError
-from fxpar.state.place import Place
+from fxpar.state.place import ShardSpec
 
 WORKS = "optimizers that treat each element by itself (SGD, Adam, AdamW, Adagrad, Lion) work"
 
@@ -45,7 +45,7 @@ def is_held(value: Any) -> bool:
     return isinstance(value, DTensor)
 
 
-def place_of(func: Any, values: Sequence[Any]) -> Place:
+def place_of(func: Any, values: Sequence[Any]) -> ShardSpec:
     """The place of operands that are cut alike.
 
     Raises:
@@ -56,13 +56,13 @@ def place_of(func: Any, values: Sequence[Any]) -> Place:
     return place
 
 
-def place_or_none(func: Any, values: Sequence[Any]) -> Place | None:
+def place_or_none(func: Any, values: Sequence[Any]) -> ShardSpec | None:
     """The place of operands that are cut alike; None where none is cut.
 
     Raises:
         InputError: they are cut in different ways.
     """
-    places: list[Place] = [value.place for value in values if is_sharded(value)]
+    places: list[ShardSpec] = [value.place for value in values if is_sharded(value)]
     for place in places[1:]:
         if not places[0].is_like(place):
             raise InputError(
@@ -73,7 +73,7 @@ def place_or_none(func: Any, values: Sequence[Any]) -> Place | None:
     return places[0] if places else None
 
 
-def part_of(value: Tensor, place: Place, func: Any = None) -> Tensor:
+def part_of(value: Tensor, place: ShardSpec, func: Any = None) -> Tensor:
     """This rank's part of an operand: of a part itself, of a whole tensor what is cut out of it, of a number all.
 
     Raises:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from fxpar.errors import CheckpointError, InputError
 from fxpar.state.json_values import decode, encode
-from fxpar.state.rank_tensors import Held, Line
+from fxpar.state.rank_tensors import Line, RankTensors
 from fxpar.state.sharded import Sharded, local_of
 from fxpar.state.sharded_safetensors import can_hold
 
@@ -42,7 +42,7 @@ class OptimizerState:
     document: Mapping[str, Any]
 
 
-def collect(weights: Held, optimizer: Optimizer) -> OptimizerState:
+def collect(weights: RankTensors, optimizer: Optimizer) -> OptimizerState:
     """The state of an optimizer of a module's parameters.
 
     Raises:
@@ -86,7 +86,7 @@ def collect(weights: Held, optimizer: Optimizer) -> OptimizerState:
     return local if weights.line is None else _of_all(weights, weights.line, local)
 
 
-def _of_all(weights: Held, line: Line, local: OptimizerState) -> OptimizerState:
+def _of_all(weights: RankTensors, line: Line, local: OptimizerState) -> OptimizerState:
     """The state of the optimizers of all ranks of a pipeline as that of one. A collective call.
 
     Raises:
@@ -149,7 +149,7 @@ def _check_state(value: Tensor, parameter: Tensor, where: str) -> None:
         )
 
 
-def check_fits(weights: Held, optimizer: Optimizer, document: Mapping[str, Any], where: str) -> None:
+def check_fits(weights: RankTensors, optimizer: Optimizer, document: Mapping[str, Any], where: str) -> None:
     """Checks that a saved state is one of this optimizer.
 
     Raises:
@@ -184,7 +184,7 @@ _SAME_GROUPS = "make the optimizer with the parameter groups that it was saved w
 
 
 def restore(
-    weights: Held,
+    weights: RankTensors,
     optimizer: Optimizer,
     document: Mapping[str, Any],
     saved: Mapping[str, Any],
@@ -230,7 +230,7 @@ def _restore_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
             group[key] = value.item() if isinstance(value, Tensor) and current is not None else value
 
 
-def _names(weights: Held, optimizer: Any) -> dict[int, str]:
+def _names(weights: RankTensors, optimizer: Any) -> dict[int, str]:
     """The name under which each of the optimizer's parameters is saved."""
     if not isinstance(optimizer, Optimizer):
         raise InputError(

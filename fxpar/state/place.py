@@ -1,7 +1,7 @@
 """Where a rank's part lies in the whole tensor.
 
-Enters: the ranks, a whole shape and a layout. Leaves: `Place`, which cuts whole tensors, gathers parts, says for which
-elements a rank stands, and how `torch.distributed.tensor` is told of it.
+Enters: the ranks, a whole shape and a layout. Leaves: `ShardSpec`, which cuts whole tensors, gathers parts, says for
+which elements a rank stands, and how `torch.distributed.tensor` is told of it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fxpar.errors import InputError
 from fxpar.layout.layout import Layout, Placement, shard
 from fxpar.layout.shards import Box, block, boxes, counted, local_block, part_shape, real_part, whole
 from fxpar.ops.collectives import Group
-from fxpar.ops.groups import process_group
-from fxpar.state.rank_tensors import Ranks
+from fxpar.ops.mesh_process_groups import process_group
+from fxpar.state.rank_tensors import RankMesh
 
 _FRAME = 512  # bytes: the norms of sixty tensors
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class ShardSpec:
     """What the ranks hold of one tensor.
 
     Attributes:
@@ -42,7 +42,7 @@ class Place:
     name: str
     shape: torch.Size
     layout: Layout
-    ranks: Ranks
+    ranks: RankMesh
 
     @cached_property
     def cuts(self) -> tuple[tuple[str, Placement], ...]:
@@ -74,7 +74,7 @@ class Place:
         """Whether some rank holds elements that are none of the tensor."""
         return any(placement.is_padded for _, placement in self.cuts)
 
-    def is_like(self, other: Place) -> bool:
+    def is_like(self, other: ShardSpec) -> bool:
         """Whether the ranks hold the same elements of both."""
         if self is other:
             return True
@@ -129,7 +129,7 @@ class Place:
 
     @property
     def placements(self) -> tuple[TorchPlacement, ...]:
-        """`Shard` of a plain even shard, `Cut` of any other."""
+        """`Shard` of a plain even shard, `IrregularShard` of any other."""
         names = [axis for axis, size in reversed(self.ranks.mesh.dense.sizes) if size > 1 and axis != "pp"]
         return tuple(self._placement(axis) for axis in names)
 
@@ -139,10 +139,10 @@ class Place:
             return Replicate()
         if len(self.cuts) == 1 and placement == shard(placement.dim, self.shape[placement.dim]):
             return Shard(placement.dim)
-        return Cut(placement, self.ranks.groups[axis], self.ranks.coordinates[axis])
+        return IrregularShard(placement, self.ranks.groups[axis], self.ranks.coordinates[axis])
 
 
-class Cut(Partial):
+class IrregularShard(Partial):
     """The layout of one axis in the terms of `torch.distributed.tensor`, where `Shard` cannot say it.
 
     For torch it is a kind of `Partial`, the one kind whose conversions from and to a whole tensor are its own; as the
@@ -168,7 +168,7 @@ class Cut(Partial):
         return block(tensor, placement, group.size, rank).clone(memory_format=torch.contiguous_format)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Cut) and self.cut == other.cut
+        return isinstance(other, IrregularShard) and self.cut == other.cut
 
     def __hash__(self) -> int:
         return hash(str(self.cut[0]))

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxpar.layout.layout import Layout
 from fxpar.mesh.mesh import Mesh
 from fxpar.ops.collectives import Group
-from fxpar.ops.groups import device_mesh, process_group
-from fxpar.state.initial import Named
+from fxpar.ops.mesh_process_groups import device_mesh, process_group
+from fxpar.state.initial import ModelTensor
 
 # Compares facts by name over all ranks; the second argument is the remedy where they differ. A collective call.
 Agree = Callable[[Mapping[str, str], str], None]
@@ -29,7 +29,7 @@ def alone(facts: Mapping[str, str], remedy: str) -> None:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankMesh:
     """Where this rank stands among those that hold parts.
 
     Attributes:
@@ -72,7 +72,7 @@ class Line:
     place: int
     device: torch.device
     first: Mapping[str, int]
-    elsewhere: Sequence[Named]
+    elsewhere: Sequence[ModelTensor]
 
     def gathered(self, value: Any) -> list[Any]:
         """What each rank has of something that can be pickled, by place. A collective call."""
@@ -100,7 +100,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Held:
+class RankTensors:
     """What one rank holds of a model's tensors.
 
     Attributes:
@@ -116,7 +116,7 @@ class Held:
         line: the other ranks of its pipeline, where there is one.
     """
 
-    tensors: Sequence[Named]
+    tensors: Sequence[ModelTensor]
     saved: Sequence[str]
     shape_of: Callable[[str], tuple[int, ...]]
     layout_of: Callable[[str], Layout]
@@ -132,14 +132,14 @@ class Held:
         return {name: entry.tensor for entry in self.tensors for name in entry.names}
 
     @property
-    def everything(self) -> list[Named]:
+    def everything(self) -> list[ModelTensor]:
         """All tensors of the model; those that other ranks of the pipeline hold are of the meta device."""
         return [*self.tensors, *(() if self.line is None else self.line.elsewhere)]
 
-    def entries(self) -> dict[str, Named]:
+    def entries(self) -> dict[str, ModelTensor]:
         """All tensors of the model under all their names."""
         return {name: entry for entry in self.everything for name in entry.names}
 
-    def counts(self, entry: Named) -> bool:
+    def counts(self, entry: ModelTensor) -> bool:
         """Whether this rank stands for a tensor among those of its pipeline that hold it."""
         return self.line is None or self.line.first.get(entry.first, 0) == self.line.place

@@ -1,6 +1,6 @@
 """Tensors of which this rank holds a part: gradients, optimizer state, and what parameters are (`ShardedParameter`).
 
-Enters: a rank's part and its `Place`. Leaves: a tensor of the whole shape that optimizers, gradient clipping and
+Enters: a rank's part and its `ShardSpec`. Leaves: a tensor of the whole shape that optimizers, gradient clipping and
 `torch.distributed.checkpoint` treat as a shard. What each operation does is in `sharded_ops.py`.
 """
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from fxpar.errors import InputError
 from fxpar.layout.shards import Box
 from fxpar.state import sharded_ops
-from fxpar.state.place import Place
+from fxpar.state.place import ShardSpec
 from fxpar.state.routing import routed
 
 
@@ -37,11 +37,11 @@ class Sharded(DTensor):
     """
 
     _local_tensor: Tensor
-    place: Place
+    place: ShardSpec
     is_in_graph = False  # a parameter's copy, whose gradient goes to the leaf
 
     @staticmethod
-    def __new__(cls, part: Tensor, place: Place) -> Sharded:
+    def __new__(cls, part: Tensor, place: ShardSpec) -> Sharded:
         """A tensor without memory of its own beside the part."""
         tensor: Sharded = Tensor._make_wrapper_subclass(
             cls, place.shape, strides=place.stride, dtype=part.dtype, device=part.device
@@ -49,7 +49,7 @@ class Sharded(DTensor):
         tensor._local_tensor, tensor.place = part, place
         return tensor
 
-    def __init__(self, part: Tensor, place: Place) -> None:
+    def __init__(self, part: Tensor, place: ShardSpec) -> None:
         """Nothing is left to do; DTensor's own would be slow."""
 
     @classmethod
@@ -67,7 +67,7 @@ class Sharded(DTensor):
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """This rank's part, padding included; shares memory. `copy_` into it takes a whole tensor too."""
-        part: Part = self._local_tensor.detach().as_subclass(Part)
+        part: LocalShard = self._local_tensor.detach().as_subclass(LocalShard)
         part.place = self.place
         return part
 
@@ -165,18 +165,18 @@ class Sharded(DTensor):
         )
 
 
-class Part(Tensor):
+class LocalShard(Tensor):
     """What `to_local` returns: a plain tensor, but that `copy_` takes the whole tensor too.
 
     That is how torch's state dicts hand over a whole tensor, as they can cut even shards alone.
     """
 
-    place: Place
+    place: ShardSpec
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if func is Tensor.copy_ and isinstance(args[0], Part):
+            if func is Tensor.copy_ and isinstance(args[0], LocalShard):
                 target, source, *rest = args
                 if not isinstance(source, Sharded) and source.shape == target.place.shape:
                     args = (target, target.place.cut(source), *rest)
@@ -197,7 +197,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
-def _needs_whole(what: str, place: Place) -> InputError:
+def _needs_whole(what: str, place: ShardSpec) -> InputError:
     return InputError(
         "holds a part of the elements on this rank", where=f"{place.name}.{what}", remedy=f"use full_tensor().{what}"
     )

@@ -19,9 +19,9 @@ from torch import Tensor
 from fxpar.errors import InputError
 from fxpar.state import sharded_reduce
 from fxpar.state.operand import is_held, is_sharded, part_of, place_of, place_or_none, refusal
-from fxpar.state.place import Place
+from fxpar.state.place import ShardSpec
 
-Wrap = Callable[[Tensor, Place], Tensor]
+Wrap = Callable[[Tensor, ShardSpec], Tensor]
 
 # Treat each element by itself, and torch does not say so of them; and what makes tensors of the same shape.
 _ELEMENTWISE = frozenset(
@@ -168,7 +168,7 @@ def _check_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
                 )
 
 
-def _wrapped(output: Any, place: Place, func: Any, wrap: Wrap) -> Any:
+def _wrapped(output: Any, place: ShardSpec, func: Any, wrap: Wrap) -> Any:
     if isinstance(output, (list, tuple)):
         return type(output)(_wrapped(item, place, func, wrap) for item in output)
     assert isinstance(output, Tensor), f"{func} does not treat each element by itself"

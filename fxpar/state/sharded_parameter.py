@@ -1,6 +1,6 @@
 """Parameters of which this rank holds a part.
 
-Enters: a rank's part and its `Place`. Leaves: a parameter of the whole shape beside its leaf.
+Enters: a rank's part and its `ShardSpec`. Leaves: a parameter of the whole shape beside its leaf.
 
 A training step touches none of it: programs run on *leaves*, plain tensors that share the parts' memory, and autograd
 adds to the leaves' gradients. `.grad` of a parameter is the leaf's, wrapped when it is read.
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fxpar.errors import InputError
 from fxpar.state.operand import part_of
-from fxpar.state.place import Place
+from fxpar.state.place import ShardSpec
 from fxpar.state.routing import IS_DISPATCHED, routed
 from fxpar.state.sharded import Sharded
 
@@ -40,14 +40,14 @@ class ShardedParameter(Sharded):
     _gradient: Sharded | None
 
     @staticmethod
-    def __new__(cls, part: Tensor, place: Place, requires_grad: bool = True) -> ShardedParameter:
+    def __new__(cls, part: Tensor, place: ShardSpec, requires_grad: bool = True) -> ShardedParameter:
         """A parameter with a leaf that shares the part's memory."""
         parameter: Any = Sharded.__new__(cls, part, place)
         parameter.leaf = part.detach().requires_grad_(requires_grad)
         parameter._gradient = None
         return parameter  # type: ignore[no-any-return]
 
-    def __init__(self, part: Tensor, place: Place, requires_grad: bool = True) -> None:
+    def __init__(self, part: Tensor, place: ShardSpec, requires_grad: bool = True) -> None:
         """Nothing is left to do."""
 
     @classmethod
@@ -173,7 +173,7 @@ class _Whole(torch.autograd.Function):
     """A whole parameter; its gradient is the same on all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, place: Place) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor, place: ShardSpec) -> Tensor:
         ctx.place = place
         return place.gather(leaf)
 

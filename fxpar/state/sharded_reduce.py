@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxpar.state import stage_norm
 from fxpar.state.operand import is_sharded, part_of, place_of, refusal
-from fxpar.state.place import Place, check_agreed, exchanged
+from fxpar.state.place import ShardSpec, check_agreed, exchanged
 
 _NORMS = frozenset(("linalg_vector_norm", "norm", "_foreach_norm"))
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
@@ -63,7 +63,7 @@ def run(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return reduced.reshape([1] * source.dim()) if arguments.get("keepdim") else reduced
 
 
-def gathered_rows(local: Tensor, axis: str, place: Place, what: str) -> Tensor:
+def gathered_rows(local: Tensor, axis: str, place: ShardSpec, what: str) -> Tensor:
     """The values of all ranks of an axis, one row a rank.
 
     A gather and no reduction: with it NaN stays NaN in an extreme, and the sum's order is that of the ranks. With the
@@ -143,7 +143,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype | None:
 # ---------------------------------------------------------------------- the others
 
 
-def _over_all(name: str, part: Tensor, place: Place, dtype: torch.dtype | None) -> Tensor:
+def _over_all(name: str, part: Tensor, place: ShardSpec, dtype: torch.dtype | None) -> Tensor:
     pieces = [piece.reshape(-1) for piece in place.counted(part)]
     flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0] if pieces else part.new_empty(0)
     if name in ("sum", "mean", "count_nonzero"):
@@ -166,7 +166,7 @@ def _over_all(name: str, part: Tensor, place: Place, dtype: torch.dtype | None) 
     return _reduced(name, local, place, lambda rows: rows.amax(0) if is_max else rows.amin(0))
 
 
-def _reduced(name: str, partial: Tensor, place: Place, combine: Callable[[Tensor], Tensor]) -> Tensor:
+def _reduced(name: str, partial: Tensor, place: ShardSpec, combine: Callable[[Tensor], Tensor]) -> Tensor:
     for axis, _ in place.cuts:
         partial = combine(gathered_rows(partial, axis, place, f"{name} of {place.name}"))
     return partial

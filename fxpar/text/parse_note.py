@@ -14,7 +14,7 @@ from torch import fx
 
 from fxpar.layout.nesting import seen_by
 from fxpar.ops.coercion_table import COERCION_OF
-from fxpar.program.coercions import axes_of
+from fxpar.program.placements import axes_of
 from fxpar.program.program import Note, operands, output_layouts, output_types
 from fxpar.text.printing import need_shapes
 from fxpar.text.scanning import (

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fxpar.layout.symbols import product
+from fxpar.layout.symbolic_sizes import product
 from fxpar.program.program import TensorType
 from fxpar.text.scanning import Scanner, fail, parse_value
 

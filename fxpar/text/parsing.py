@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import TextError
-from fxpar.layout.symbols import parse_size
+from fxpar.layout.symbolic_sizes import parse_size
 from fxpar.ops import OPERATORS, Operator
 from fxpar.program.program import Input, Parameter, Program, TensorType, ValueType, set_note
 from fxpar.program.regions import Region, call_region

@@ -41,11 +41,11 @@ from torch import fx
 from fxpar.errors import TextError
 from fxpar.layout.layout import Layout, Placement, shard
 from fxpar.layout.nesting import seen_by
-from fxpar.layout.symbols import Size
+from fxpar.layout.symbolic_sizes import Size
 from fxpar.ops.coercion_table import COERCION_OF
-from fxpar.program.coercions import axes_of
 from fxpar.program.dtypes import DTYPE_NAMES
 from fxpar.program.operators import GraphOperator
+from fxpar.program.placements import axes_of
 from fxpar.program.program import Program, TensorType, note, operands, output_layouts, output_node, output_types
 from fxpar.program.regions import Region, region_of, regions
 

@@ -21,7 +21,7 @@ from torch import fx
 from fxpar.errors import TextError
 from fxpar.layout.layout import Layout, Placement, fits, parse_placement
 from fxpar.layout.nesting import peel
-from fxpar.layout.symbols import Size, parse_size, shape_text
+from fxpar.layout.symbolic_sizes import Size, parse_size, shape_text
 from fxpar.plan.plan import Plan
 from fxpar.program.dtypes import DTYPES
 from fxpar.program.operators import GraphOperator

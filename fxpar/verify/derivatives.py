@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from fxpar.errors import CheckFailed
-from fxpar.layout.symbols import evaluate
-from fxpar.program.gradients import reached
+from fxpar.layout.symbolic_sizes import evaluate
+from fxpar.program.grad_flow import reached
 from fxpar.program.program import Program, ScalarType, TensorType, describe, note, output_types
 from fxpar.signatures.check_cache import Facts
 

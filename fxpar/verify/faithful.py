@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from fxpar.analysis.flops import matmul_flops
 from fxpar.capture import Captured
-from fxpar.layout.symbols import evaluate
+from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.program.program import Program
 from fxpar.program.symbols import with_counted
 from fxpar.text.tables import amount
-from fxpar.verify.simulate import symbol_values
+from fxpar.verify.simulate_ranks import symbol_values
 from fxpar.verify.values import call_inputs, check_capture
 
 LARGEST = 2 << 30  # bytes of weights

@@ -14,12 +14,12 @@ import torch
 from torch import fx
 
 from fxpar.errors import CheckFailed
-from fxpar.layout.symbols import names
+from fxpar.layout.symbolic_sizes import names
 from fxpar.ops import Operator
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.sent_rows import send_rows
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.program.coercions import axes_of
+from fxpar.program.placements import axes_of
 from fxpar.program.program import Program, describe, operands, output_layouts, output_types
 from fxpar.program.properties import Property
 from fxpar.program.step import is_forward

@@ -22,7 +22,7 @@ from fxpar.ops import Operator
 from fxpar.program.program import Program, describe, note, operands, output_types
 from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments
-from fxpar.rules.memo import question
+from fxpar.rules.rule_cache import question
 from fxpar.signatures.check_cache import Facts, facts_of
 from fxpar.verify.derivatives import check_derivatives
 

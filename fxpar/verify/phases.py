@@ -17,7 +17,7 @@ from torch import fx
 
 from fxpar.errors import CheckFailed
 from fxpar.layout.layout import P, Placement, R
-from fxpar.layout.symbols import names
+from fxpar.layout.symbolic_sizes import names
 from fxpar.ops import alike
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import all_reduce_coalesced, sum_gradients
@@ -25,8 +25,8 @@ from fxpar.program.program import Program, ScalarType, TensorType, describe, not
 from fxpar.program.properties import Property
 from fxpar.program.step import BACKWARD, PARAMETER, PHASES, is_forward, is_gradient, is_input_gradient, output_of
 from fxpar.rules.table import inferred
-from fxpar.signatures.calls import call_of
 from fxpar.signatures.check_cache import Facts
+from fxpar.signatures.op_call import call_of
 from fxpar.signatures.rule import Refusal
 
 # They give each of their operands again, summed over ranks or as it is.

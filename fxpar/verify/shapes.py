@@ -4,8 +4,8 @@ Enters: a program, global or localised. Leaves: nothing, or `CheckFailed` that n
 
 The program runs on meta tensors at the example's sizes, which must work, and at others, so that a size baked into a
 literal shows. A localised program runs twice, as a rank and as the one device whose program its text is
-(`fxpar.verify.whole`): shapes must be those of the notes, a rank's with the layout applied, and numbers must be the
-notes' in both.
+(`fxpar.verify.global_reading`): shapes must be those of the notes, a rank's with the layout applied, and numbers must
+be the notes' in both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from fxpar.errors import CheckFailed
 from fxpar.layout.layout import Layout
 from fxpar.layout.nesting import local_shape
-from fxpar.layout.symbols import evaluate
+from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops.operator import OnShapes, Operator
 from fxpar.program.program import (
     Program,
@@ -36,8 +36,8 @@ from fxpar.program.properties import Property
 from fxpar.program.structural_key import plain
 from fxpar.rules import bind_arguments
 from fxpar.signatures.check_cache import Facts, facts_of
-from fxpar.verify.limits import check_cost
-from fxpar.verify.whole import whole_arguments
+from fxpar.verify.check_budget import check_cost
+from fxpar.verify.global_reading import whole_arguments
 
 aten = torch.ops.aten
 

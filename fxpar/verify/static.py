@@ -15,8 +15,8 @@ from fxpar.verify.buffers import check_buffers
 from fxpar.verify.header import check_header
 from fxpar.verify.operations import check_operations
 from fxpar.verify.shapes import check_shapes
-from fxpar.verify.stages import check_stages
-from fxpar.verify.step import check_step
+from fxpar.verify.stage_dataflow import check_stages
+from fxpar.verify.step_backward import check_step
 from fxpar.verify.structure import check_structure
 from fxpar.verify.types import check_choice, check_types
 

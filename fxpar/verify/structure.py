@@ -17,15 +17,16 @@ from fxpar.errors import CheckFailed, PlanError
 from fxpar.layout.layout import Layout
 from fxpar.layout.nesting import spelled
 from fxpar.layout.shard_segments import pieces_of
-from fxpar.layout.symbols import names
+from fxpar.layout.symbolic_sizes import names
 from fxpar.ops import Operator
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import sum_gradients
 from fxpar.ops.random import axis_index
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.passes.mark_regions import reason_of
-from fxpar.program.coercions import axes_of, misnamed
+from fxpar.program.buffer_outputs import buffer_of, is_buffer
 from fxpar.program.parameter_flow import owner_of
+from fxpar.program.placements import axes_of, misnamed
 from fxpar.program.program import (
     Program,
     ScalarType,
@@ -42,7 +43,6 @@ from fxpar.program.program import (
 from fxpar.program.properties import Property
 from fxpar.program.stages import is_transfer
 from fxpar.program.step import RECOMPUTE, is_forward
-from fxpar.program.written import buffer_of, is_buffer
 from fxpar.rules import bind_arguments
 from fxpar.signatures.check_cache import Facts, facts_of
 from fxpar.signatures.randomness import draws_bits

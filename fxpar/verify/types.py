@@ -13,23 +13,23 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.choice.batch import declared
+from fxpar.choice.batch_sharding import declared
 from fxpar.errors import CheckFailed, LayoutError
 from fxpar.layout.layout import I, Layout, Placement, R, shard
 from fxpar.layout.nesting import misfit
 from fxpar.mesh.purpose import Cuts
 from fxpar.ops.coercion_table import coercion
 from fxpar.ops.coercions import dual_layout
-from fxpar.ops.sizes import size
-from fxpar.program.coercions import at_rest, resting, unsettled
+from fxpar.ops.global_size import size
+from fxpar.program.buffer_outputs import is_buffer
+from fxpar.program.placements import at_rest, resting, unsettled
 from fxpar.program.program import Program, describe, note, operands, output_layouts, output_types, tensor_type
 from fxpar.program.properties import Property
 from fxpar.program.stages import is_sent, received_name
 from fxpar.program.step import gradient_name, input_gradient_name, is_forward, is_gradient, output_of
-from fxpar.program.written import is_buffer
 from fxpar.rules import bind_arguments
 from fxpar.rules.inference import Context, context_of, infer_node, remedy_of, shown
-from fxpar.rules.memo import Answers
+from fxpar.rules.rule_cache import Answers
 from fxpar.signatures.check_cache import Facts, facts_of
 
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxpar.capture import Captured, arguments
+from fxpar.capture.fake_weights import plain_surrounding, swapped
 from fxpar.capture.memo import nothing_remembered
-from fxpar.capture.memory import plain_surrounding, swapped
 from fxpar.capture.places import Blamed
 from fxpar.capture.precision import cast_inputs, input_dtype
 from fxpar.capture.state import untouched
@@ -39,16 +39,16 @@ from fxpar.passes.assign_rng import RNG_PATH, assign_rng
 from fxpar.passes.canonicalize import canonicalize
 from fxpar.passes.divide_batch import divide_batch
 from fxpar.passes.insert_collectives import insert_collectives
+from fxpar.program.buffer_outputs import buffer_name, written
 from fxpar.program.expert_load_outputs import is_excess, module_of_load
 from fxpar.program.program import Program, output_layouts
 from fxpar.program.properties import Property
-from fxpar.program.written import buffer_name, written
-from fxpar.verify.capacity import drop_beyond_capacity
-from fxpar.verify.microbatches import SCALES, with_other_rows
+from fxpar.verify.capacity_reference import drop_beyond_capacity
+from fxpar.verify.microbatch_phases import SCALES, with_other_rows
 from fxpar.verify.promote import promote, wide
 from fxpar.verify.rounding import FACTOR, UNITS, OtherOrder, epsilon
-from fxpar.verify.simulate import (
-    Run,
+from fxpar.verify.simulate_ranks import (
+    SimulationResult,
     coordinates,
     cotangents,
     run_microbatches,
@@ -132,7 +132,7 @@ def reference_run(
     *,
     step: int = 0,
     microbatch: int = 0,
-) -> Run:
+) -> SimulationResult:
     """What one device computes, in float64; arguments as for `verify_values`.
 
     Raises:
@@ -187,7 +187,7 @@ def _deviation(mine: Tensor, reference: Tensor, scale: float) -> float:
     return gap if gap == gap else float("inf")
 
 
-def _check_places(ranks: Sequence[Run]) -> None:
+def _check_places(ranks: Sequence[SimulationResult]) -> None:
     excess = {name: max(int(run.outputs[name].max()) for run in ranks) for name in ranks[0].outputs if is_excess(name)}
     if any(excess.values()):
         module, count = max(((module_of_load(name), count) for name, count in excess.items()), key=lambda pair: pair[1])
@@ -199,11 +199,11 @@ def _check_places(ranks: Sequence[Run]) -> None:
 
 
 def compare(
-    reference: Run,
+    reference: SimulationResult,
     program: Program,
-    ranks: Sequence[Run],
+    ranks: Sequence[SimulationResult],
     sizes: Mapping[str, int],
-    again: Callable[[], Run] | None = None,
+    again: Callable[[], SimulationResult] | None = None,
 ) -> ValueReport:
     """Compares every rank's results with its block of the reference's.
 
@@ -252,7 +252,7 @@ def compare(
     return ValueReport(errors["loss"], errors["output"], errors["gradient"], worst, len(reference.gradients), ok)
 
 
-def _is_rounding(large: _Gaps, reference: Run, again: Callable[[], Run]) -> bool:
+def _is_rounding(large: _Gaps, reference: SimulationResult, again: Callable[[], SimulationResult]) -> bool:
     """Whether deviations are such as the reference has from itself where its sums are rounded otherwise."""
     noise = _noise("reference", reference, again)
     return all(gap <= TOLERANCE + FACTOR * noise[key] for key, gap in large.items())
@@ -265,7 +265,7 @@ def verify_values(
     inputs: Mapping[str, Tensor],
     *,
     step: int = 0,
-    reference: Run | None = None,
+    reference: SimulationResult | None = None,
 ) -> ValueReport:
     """Compares a program on all simulated ranks, forward and backward, with the captured one on one device.
 
@@ -295,7 +295,7 @@ def _verify_step(
     state: Mapping[str, Tensor],
     inputs: Mapping[str, Tensor],
     step: int,
-    reference: Run,
+    reference: SimulationResult,
 ) -> ValueReport:
     """Compares a step of two microbatches, of other rows, random bits and tangents: outputs, and the sums of gradients.
 
@@ -308,15 +308,15 @@ def _verify_step(
     microbatches = [_given(program, rows, step, index) for index, rows in enumerate((inputs, other))]
     by_microbatch = run_microbatches(promote(program), _weights(program, state), microbatches, SCALES, sizes)
 
-    def both(runs: Sequence[Run]) -> list[Run]:
+    def both(runs: Sequence[SimulationResult]) -> list[SimulationResult]:
         """Each with the gradients of the step, which are sums."""
         gradients: dict[str, Tensor] = {}
         for scale, one in zip(SCALES, runs, strict=True):
             for name, value in one.gradients.items():
                 gradients[name] = value * scale + gradients[name] if name in gradients else value * scale
-        return [Run(one.outputs, gradients) for one in runs]
+        return [SimulationResult(one.outputs, gradients) for one in runs]
 
-    def again(index: int) -> Run:
+    def again(index: int) -> SimulationResult:
         return both([reference_run(captured, state, inputs, step=step), second()])[index]
 
     reports = [
@@ -397,7 +397,7 @@ def _check_capture(
         if canonical:
             programs["canonical"] = PassManager([canonicalize]).run(captured.program)
 
-        def graph(label: str, program: Program) -> Run:
+        def graph(label: str, program: Program) -> SimulationResult:
             _seed(device)
             with nothing_remembered(model):
                 return _run_graph(label, program, {**state, **program.constants}, inputs)
@@ -409,7 +409,9 @@ def _check_capture(
             _expect(label, gaps, epsilon(program), functools.partial(graph, label, program), run)
 
 
-def _run_graph(label: str, program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Run:
+def _run_graph(
+    label: str, program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+) -> SimulationResult:
     try:
         return run_single(program, state, inputs)
     except _FAILURES as error:
@@ -515,7 +517,7 @@ def _gaps(label: str, expected: _Results, actual: _Results) -> _Gaps:
     return gaps
 
 
-def _noise(label: str, run: Run, again: Callable[[], Run]) -> _Gaps:
+def _noise(label: str, run: SimulationResult, again: Callable[[], SimulationResult]) -> _Gaps:
     """How far results of a graph are from themselves where its sums are rounded otherwise; as `_gaps`."""
     noise: dict[tuple[str, str], float] = {}
     for seed in range(_RUNS):
@@ -526,7 +528,7 @@ def _noise(label: str, run: Run, again: Callable[[], Run]) -> _Gaps:
     return noise
 
 
-def _expect(label: str, gaps: _Gaps, unit: float, again: Callable[[], Run], run: Run) -> None:
+def _expect(label: str, gaps: _Gaps, unit: float, again: Callable[[], SimulationResult], run: SimulationResult) -> None:
     """Accepts what rounding explains.
 
     Args:

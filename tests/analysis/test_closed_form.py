@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fxpar.analysis import closed_form
 from fxpar.compile import compile_step
-from fxpar.layout.symbols import evaluate, parse_size
+from fxpar.layout.symbolic_sizes import evaluate, parse_size
 from fxpar.plan.plan import Plan
 from fxpar.report.measure import measure
 from tests.report.test_counting import CPU, Two, compiled, lowering

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxpar.analysis.flops import matmul_flops, uncounted
 from fxpar.capture import capture
-from fxpar.layout.symbols import evaluate
+from fxpar.layout.symbolic_sizes import evaluate
 
 
 class Calls(nn.Module):

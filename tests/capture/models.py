@@ -17,7 +17,7 @@ from fxpar.capture import Captured, capture
 from fxpar.manager import PassManager
 from fxpar.passes.canonicalize import canonicalize
 from fxpar.program.program import Program
-from fxpar.verify.simulate import cotangents, run_single, symbol_values
+from fxpar.verify.simulate_ranks import cotangents, run_single, symbol_values
 from fxpar.verify.values import call_inputs, program_state
 
 

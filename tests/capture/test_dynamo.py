@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fxpar.capture import Captured, capture
 from fxpar.errors import CaptureError
-from fxpar.layout.symbols import symbol
+from fxpar.layout.symbolic_sizes import symbol
 from fxpar.ops.functions import function
 from fxpar.program.program import note
 from fxpar.text.printing import print_program

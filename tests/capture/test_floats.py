@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxpar.capture import capture
-from fxpar.capture.sizes import SizeError
+from fxpar.capture.size_expressions import SizeError
 from fxpar.plan.plan import Plan
 from fxpar.program.program import ScalarType, TensorType, note
 from fxpar.text.printing import print_program

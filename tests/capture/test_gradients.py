@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.capture import capture
-from fxpar.capture import regions as regions_module
+from fxpar.capture import graph_mutation as regions_module
 from fxpar.errors import CaptureError
 from tests.capture.models import Net, calls, close, eager, example, faithful, net, run, seeded
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fxpar.capture import Captured, capture
 from fxpar.capture.eager import Eager, walk
-from fxpar.capture.layer_trace_cache import Repeats
+from fxpar.capture.layer_trace_cache import LayerTraceCache
 from fxpar.errors import CaptureError
 from fxpar.text.printing import print_program
 from tests.capture.functions import Seven
@@ -24,14 +24,14 @@ from tests.capture.repeated import MODELS, made
 
 def both(make: Callable[[], tuple[nn.Module, Any, Any]]) -> tuple[int, Captured, Captured]:
     """How many layers were copied in a capture, that capture, and one of which no layer was."""
-    count, original = itertools.count(), Repeats._copy
+    count, original = itertools.count(), LayerTraceCache._copy
 
-    def copy(self: Repeats, *args: Any) -> Any:
+    def copy(self: LayerTraceCache, *args: Any) -> Any:
         found = original(self, *args)
         next(count)
         return found
 
-    def traced(self: Repeats, original: Any, *call: Any) -> Any:
+    def traced(self: LayerTraceCache, original: Any, *call: Any) -> Any:
         return original(*call)
 
     walked: list[Eager] = []
@@ -41,12 +41,12 @@ def both(make: Callable[[], tuple[nn.Module, Any, Any]]) -> tuple[int, Captured,
         return walked[-1]
 
     model, batch, loss = make()
-    with mock.patch.object(Repeats, "_copy", copy), mock.patch("fxpar.capture.walk", walking):
+    with mock.patch.object(LayerTraceCache, "_copy", copy), mock.patch("fxpar.capture.walk", walking):
         copied = capture(model, batch, loss=loss)
     if walked[0].layers.copied and not is_proven(walked[0]):
         return 0, copied, copied  # it was traced again
     model, batch, loss = make()
-    with mock.patch.object(Repeats, "call", traced):
+    with mock.patch.object(LayerTraceCache, "call", traced):
         plain = capture(model, batch, loss=loss)
     return next(count), copied, plain
 

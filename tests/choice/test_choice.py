@@ -13,10 +13,10 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.analysis.split import split_flops
+from fxpar.analysis.parallel_fraction import split_flops
 from fxpar.capture import Captured, capture
 from fxpar.choice.choose import solve
-from fxpar.choice.options import Options, Value, list_options, value_of
+from fxpar.choice.options import AxisOptions, Value, list_options, value_of
 from fxpar.choice.prices import Prices
 from fxpar.compile import compile_program
 from fxpar.layout.layout import I, Placement, V
@@ -24,7 +24,7 @@ from fxpar.passes import canonicalize
 from fxpar.passes.divide_sequence import divide
 from fxpar.plan.cost import Cost
 from fxpar.plan.plan import Plan
-from fxpar.program.gradients import carried
+from fxpar.program.grad_flow import carried
 from fxpar.program.program import Program, operands
 from fxpar.report.reasons import unsplit
 from fxpar.verify.values import call_inputs, program_state, verify_values
@@ -132,7 +132,7 @@ class Shared(nn.Module):
 Ends = dict[Value, tuple[Placement, ...]]
 
 
-def problem(kind: type[nn.Module], cost: Cost) -> tuple[Program, Options, Prices, Ends]:
+def problem(kind: type[nn.Module], cost: Cost) -> tuple[Program, AxisOptions, Prices, Ends]:
     """A small model's options and prices on two ranks."""
     torch.manual_seed(0)
     program = canonicalize(capture(kind(), (torch.randn(3, 8),), Plan(tp=2, cost=cost)).program)
@@ -141,7 +141,7 @@ def problem(kind: type[nn.Module], cost: Cost) -> tuple[Program, Options, Prices
     return program, options, Prices(program, options, cost), {loss: (I,)}
 
 
-def cheapest(options: Options, prices: Prices, ends: Ends) -> float:
+def cheapest(options: AxisOptions, prices: Prices, ends: Ends) -> float:
     """The least cost of all combinations of options, each added up without a solver."""
     nodes = list(options.of)
     uses = [(n, i, value_of(o)) for n in nodes if n.op == "call_function" for i, o in enumerate(operands(n))]

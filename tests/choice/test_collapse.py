@@ -23,7 +23,7 @@ from fxpar.cli.hf import build
 from fxpar.layout.layout import I, Placement, shard
 from fxpar.passes import canonicalize
 from fxpar.plan.plan import Plan
-from fxpar.program.gradients import carried
+from fxpar.program.grad_flow import carried
 from fxpar.program.program import Program
 
 WIDTH = 8

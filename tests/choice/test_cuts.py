@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.analysis.collectives import collectives
+from fxpar.analysis.communication import collectives
 from fxpar.capture import capture
 from fxpar.errors import PlanError
 from fxpar.plan.plan import Plan

@@ -8,13 +8,13 @@ from itertools import combinations
 
 import pytest
 
-from fxpar.choice.cuts import SLACK, Units, best_cuts, stage_ends
+from fxpar.choice.cuts import SLACK, UnitCosts, best_cuts, stage_ends
 
 MOST = 14
 Cuts = tuple[int, ...]
 
 
-def some_units(generator: random.Random, count: int) -> Units:
+def some_units(generator: random.Random, count: int) -> UnitCosts:
     """Whole numbers, so that sums are exact; small ones, so that many cuts are equally good."""
 
     def numbers(most: int) -> list[float]:
@@ -23,20 +23,20 @@ def some_units(generator: random.Random, count: int) -> Units:
     most = generator.choice((1, 3, 400))
     crossing = [0.0, *numbers(most)[1:]]
     send = [generator.choice((0.0, size / 8)) for size in crossing]
-    return Units(numbers(most), numbers(most), numbers(most), crossing, send)
+    return UnitCosts(numbers(most), numbers(most), numbers(most), crossing, send)
 
 
-def stages(units: Units, cuts: Cuts) -> list[tuple[int, int]]:
+def stages(units: UnitCosts, cuts: Cuts) -> list[tuple[int, int]]:
     return stage_ends(cuts, len(units.seconds))
 
 
-def longest(units: Units, cuts: Cuts) -> float:
+def longest(units: UnitCosts, cuts: Cuts) -> float:
     """Seconds of the longest stage: what it computes, receives and sends."""
     send = [*units.send, 0.0]
     return max(sum(units.seconds[a:b]) + send[a] + send[b] for a, b in stages(units, cuts))
 
 
-def most_bytes(units: Units, cuts: Cuts, ranks: int) -> float:
+def most_bytes(units: UnitCosts, cuts: Cuts, ranks: int) -> float:
     """Bytes of the stage that has most: as many microbatches in flight as ranks follow, its own included."""
     return max(
         sum(units.state_bytes[a:b]) + (ranks - stage % ranks) * sum(units.saved_bytes[a:b])
@@ -44,11 +44,11 @@ def most_bytes(units: Units, cuts: Cuts, ranks: int) -> float:
     )
 
 
-def crossing(units: Units, cuts: Cuts) -> float:
+def crossing(units: UnitCosts, cuts: Cuts) -> float:
     return sum(units.crossing[cut] for cut in cuts)
 
 
-def tried(units: Units, ranks: int, virtual: int, fixed: Mapping[int, int]) -> list[Cuts]:
+def tried(units: UnitCosts, ranks: int, virtual: int, fixed: Mapping[int, int]) -> list[Cuts]:
     """All cuts that reach the goals, one after the other, by trying all there are."""
     places = combinations(range(1, len(units.seconds)), ranks * virtual - 1)
     found = [cuts for cuts in places if all(cuts[stage - 1] == place for stage, place in fixed.items())]
@@ -85,13 +85,13 @@ def test_as_many_stages_as_units() -> None:
 def test_each_goal_decides_where_those_before_do_not() -> None:
     """Twelve equal units; the first rank keeps two microbatches, and the places differ in what crosses them."""
     ones, none = [1.0] * 12, [0.0] * 12
-    assert best_cuts(Units(ones, none, none, ones, none), 2, 1, {}) == (6,)
+    assert best_cuts(UnitCosts(ones, none, none, ones, none), 2, 1, {}) == (6,)
     # Of no length: what is kept decides, twice as much on the first rank.
-    assert best_cuts(Units(none, none, ones, ones, none), 2, 1, {}) == (4,)
+    assert best_cuts(UnitCosts(none, none, ones, ones, none), 2, 1, {}) == (4,)
     # Of no length and no bytes: what crosses decides.
     cheap = [1.0] * 9 + [0.5] + [1.0] * 2
-    assert best_cuts(Units(none, none, none, cheap, none), 2, 1, {}) == (9,)
+    assert best_cuts(UnitCosts(none, none, none, cheap, none), 2, 1, {}) == (9,)
     # A unit that takes a hundredth longer is worth what it saves, and no more.
     longer = [100.0, 1.0, 100.0]
-    assert best_cuts(Units(longer, [0.0] * 3, [0.0] * 3, [0.0, 9.0, 1.0], [0.0] * 3), 2, 1, {}) == (2,)
-    assert best_cuts(Units([100.0, 3.0, 97.0], [0.0] * 3, [0.0] * 3, [0.0, 9.0, 1.0], [0.0] * 3), 2, 1, {}) == (1,)
+    assert best_cuts(UnitCosts(longer, [0.0] * 3, [0.0] * 3, [0.0, 9.0, 1.0], [0.0] * 3), 2, 1, {}) == (2,)
+    assert best_cuts(UnitCosts([100.0, 3.0, 97.0], [0.0] * 3, [0.0] * 3, [0.0, 9.0, 1.0], [0.0] * 3), 2, 1, {}) == (1,)

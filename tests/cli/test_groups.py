@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fxpar.cli.grid import COLOURS, rows, short, tag
 from fxpar.cli.groups import groups
+from fxpar.cli.mesh_diagram import COLOURS, rows, short, tag
 from fxpar.cli.output import Ui
 from fxpar.mesh.axes import Axes
 from fxpar.mesh.mesh import Mesh

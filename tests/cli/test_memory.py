@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fxpar.layout.symbols import evaluate, parse_size
+from fxpar.layout.symbolic_sizes import evaluate, parse_size
 from tests.cli.tool import LOCAL, fxpar
 
 HALVES = ("--tp", "2", "--split", "fc=column", "--split", "proj=row")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fxpar import CudaGraphs, Plan
-from fxpar.cli.options import Request, command
-from fxpar.cli.output import Report, Ui
+from fxpar.cli.common_options import Request, command
+from fxpar.cli.output import CommandResult, Ui
 from fxpar.cli.plan_flags import plan_flags
 from fxpar.plan.cost import Cost
 from tests.cli.tool import TINY, fxpar
@@ -98,10 +98,10 @@ def request_of(*line: str) -> Request:
     """What a command gets of a command line."""
     requests: list[Request] = []
 
-    def keep(ui: Ui, request: Request) -> Report:
+    def keep(ui: Ui, request: Request) -> CommandResult:
         """Keeps its request."""
         requests.append(request)
-        return Report({}, lambda _: None)
+        return CommandResult({}, lambda _: None)
 
     app = typer.Typer()
     command(app, "keep")(keep)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fxpar.cli.output import Ui
 from fxpar.cli.schedule import schedule
-from fxpar.schedule.build import SCHEDULES, build_schedule
+from fxpar.schedule.builtin_schedules import SCHEDULES, build_schedule
 from fxpar.schedule.text import print_schedule
 from tests.cli.tool import fxpar
 

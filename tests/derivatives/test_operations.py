@@ -13,7 +13,7 @@ import pytest
 
 from fxpar.errors import FxparError
 from fxpar.ops import OPERATORS
-from fxpar.oracle import table
+from fxpar.oracle import sampled_operations
 from fxpar.oracle.ranks import Sample
 from fxpar.oracle.samples import Draw
 
@@ -60,10 +60,10 @@ def why_refused(name: str, signed: object) -> str:
 def samples(n: int) -> dict[str, tuple[Sample, ...]]:
     draw: Draw = t.Fours(1, False) if n == 4 else Draw(0, True)
     found: dict[str, list[Sample]] = {}
-    for build in table._BUILDERS:
+    for build in sampled_operations._BUILDERS:
         for name, made in build(draw).items():
             if name.removeprefix("fxpar.") not in OPERATORS:
-                found.setdefault(table.full_name(name), []).extend(made)
+                found.setdefault(sampled_operations.full_name(name), []).extend(made)
     return {name: tuple(made) for name, made in found.items()}
 
 
@@ -77,7 +77,7 @@ def form(signed: object) -> tuple[object, ...]:
 
 def tried(name: str, n: int, few: bool) -> Iterator[tuple[object, object]]:
     """Calls with signatures; of few those that are unlike, some of each call."""
-    for trial in t.trials(table.operator_of(name), samples(n)[name], n):
+    for trial in t.trials(sampled_operations.operator_of(name), samples(n)[name], n):
         found = t.signatures(trial, n)
         if few:
             unlike = {form(signed): signed for signed in reversed(found)}
@@ -118,11 +118,11 @@ def test_under_every_signature(name: str, n: int) -> None:
 
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a sum that is taken once a rank, and of a gradient that is nobody's."""
-    trial = next(t.trials(table.operator_of("aten.mul.Tensor"), samples(2)["aten.mul.Tensor"], 2))
+    trial = next(t.trials(sampled_operations.operator_of("aten.mul.Tensor"), samples(2)["aten.mul.Tensor"], 2))
     signed = next(s for s in t.signatures(trial, 2) if s.operands[0].is_shard)
     step = t.step_of(t.program_of(trial, signed, 2))
     assert t.deviation(trial, step) == ""
     node = next(n for n in step.graph.nodes if str(n.target) == "aten.mul.Tensor" and t.note(n).phase)
-    node.target = table.operator_of("aten.add.Tensor")
+    node.target = sampled_operations.operator_of("aten.add.Tensor")
     step.graph_module.recompile()
     assert "gradient of x" in t.deviation(trial, step)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from fxpar.compile import capture_differentiable, compile_model
 from fxpar.errors import FxparError, InputError, TextError
 from fxpar.manager import PassManager
-from fxpar.passes.step import STEP_PASSES
+from fxpar.passes.training_passes import STEP_PASSES
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program
 from fxpar.text.parsing import parse_program

@@ -9,14 +9,14 @@ from torch.nn import functional
 
 from fxpar.layout.layout import padded_shard
 from fxpar.layout.shards import local_block
-from fxpar.layout.symbols import shape_text
+from fxpar.layout.symbolic_sizes import shape_text
 from fxpar.ops.coercions import dual_layout
 from fxpar.passes.differentiate import differentiate
 from fxpar.program.program import output_layouts
 from fxpar.program.properties import Property
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import placement_text, print_program
-from fxpar.verify.simulate import cotangents, run_ranks
+from fxpar.verify.simulate_ranks import cotangents, run_ranks
 from fxpar.verify.static import verify_static
 
 ROWS, WORDS = 6, 37  # divided by none of the numbers of ranks

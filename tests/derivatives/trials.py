@@ -28,13 +28,13 @@ from fxpar.oracle.trial import Target, Trial
 from fxpar.passes.differentiate import differentiate
 from fxpar.passes.localize import localize
 from fxpar.plan.plan import Plan
-from fxpar.program.coercions import at_rest, is_finer, resting
-from fxpar.program.gradients import carried
+from fxpar.program.grad_flow import carried
+from fxpar.program.placements import at_rest, is_finer, resting
 from fxpar.program.program import Input, Note, Parameter, Program, TensorType, note, set_note
 from fxpar.program.properties import Property
 from fxpar.rules import Refusal, call_of, partial_signatures, rule_of, seed_signature
 from fxpar.rules.table import inferred
-from fxpar.verify.simulate import cotangents, run_ranks
+from fxpar.verify.simulate_ranks import cotangents, run_ranks
 from fxpar.verify.static import verify_static
 
 AXIS = "tp"
@@ -93,7 +93,7 @@ def signatures(trial: Trial, n: int) -> list[Signed]:
 
 
 def carried_by(trial: Trial) -> list[bool]:
-    """Which outputs carry a gradient, as programs take it (`fxpar.program.gradients`)."""
+    """Which outputs carry a gradient, as programs take it (`fxpar.program.grad_flow`)."""
     graph = fx.Graph()
     owned = [set_note(graph.placeholder(f"x{i}"), Note(TensorType(t.dtype, ()))) for i, t in enumerate(trial.operands)]
     args, kwargs = with_tensors((trial.sample.args, dict(trial.sample.kwargs)), owned)

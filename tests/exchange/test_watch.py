@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from fxpar.errors import RankError
-from fxpar.exchange.watch import Watch
+from fxpar.exchange.watch import Watchdog
 
 
 @dataclass
@@ -46,10 +46,10 @@ class Looking:
     signs: Signs
     now: float = 0.0
     said: list[RankError] = field(default_factory=list)
-    watch: Watch = field(init=False)
+    watch: Watchdog = field(init=False)
 
     def __post_init__(self) -> None:
-        self.watch = Watch(0, 10.0, self.signs, lambda: 7, self.said.append, lambda: self.now)
+        self.watch = Watchdog(0, 10.0, self.signs, lambda: 7, self.said.append, lambda: self.now)
 
     def look(self, times: int, alive: Sequence[int] = ()) -> None:
         for _ in range(times):
@@ -142,7 +142,7 @@ def test_the_process_ends() -> None:
 
 def test_a_watch_that_is_stopped_looks_no_more() -> None:
     signs = Signs([None])
-    watch = Watch(0, 0.1, signs, lambda: 0).start(lambda: None)
+    watch = Watchdog(0, 0.1, signs, lambda: 0).start(lambda: None)
     time.sleep(0.1)
     watch.stop()
     before = signs.own

@@ -18,7 +18,7 @@ from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, V, fits, pars
 from fxpar.layout.nesting import local_shape, local_size
 from fxpar.layout.shard_segments import pieces_of, through_view
 from fxpar.layout.slices import local_bounds, local_position, slice_pieces, strided_pieces
-from fxpar.layout.symbols import Size, divide, evaluate, parse_size
+from fxpar.layout.symbolic_sizes import Size, divide, evaluate, parse_size
 from fxpar.oracle.ranks import divides, local_positions
 
 counted = settings(max_examples=200, deadline=None, derandomize=True)

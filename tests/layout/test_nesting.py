@@ -27,7 +27,7 @@ from fxpar.layout.nesting import (
 )
 from fxpar.layout.shard_segments import pieces_of
 from fxpar.layout.shards import boxes, counted, local_block, whole, without_padding
-from fxpar.layout.symbols import parse_size
+from fxpar.layout.symbolic_sizes import parse_size
 from fxpar.oracle.ranks import local_positions
 
 AXES = {"dp": 2, "cp": 3, "tp": 2}

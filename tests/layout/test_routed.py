@@ -8,7 +8,7 @@ import torch
 from fxpar.layout.layout import Layout, R, shard
 from fxpar.layout.nesting import local_shape, misfit, spelled
 from fxpar.layout.shards import block, whole
-from fxpar.layout.symbols import Size, parse_size
+from fxpar.layout.symbolic_sizes import Size, parse_size
 from fxpar.ops.coercion_table import coercion
 from fxpar.ops.coercions import all_to_all
 

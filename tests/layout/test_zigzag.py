@@ -10,7 +10,7 @@ from fxpar.layout.layout import Layout, Piece, Placement, fits, parse_placement,
 from fxpar.layout.nesting import innermost, local_shape, local_size, spelled
 from fxpar.layout.shard_segments import pieces_of, through_view
 from fxpar.layout.shards import block, boxes, whole
-from fxpar.layout.symbols import parse_size
+from fxpar.layout.symbolic_sizes import parse_size
 
 
 def cut(text: str, *shape: str) -> Placement:

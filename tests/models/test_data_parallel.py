@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.analysis.collectives import collectives
+from fxpar.analysis.communication import collectives
 from fxpar.capture import Captured, capture
 from fxpar.cli.models import load_model
 from fxpar.compile import compile_program

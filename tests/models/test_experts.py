@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from fxpar.capture import capture
-from fxpar.capture.experts import routed_experts
+from fxpar.capture.hf_experts import routed_experts
 from fxpar.cli.hf import Built, build
 from fxpar.plan.plan import Plan
 from fxpar.program.program import output_layouts

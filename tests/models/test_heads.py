@@ -14,8 +14,8 @@ import torch
 import transformers
 from torch import nn
 
-from fxpar.analysis.collectives import Collective, collectives
-from fxpar.analysis.split import split_flops
+from fxpar.analysis.communication import Collective, collectives
+from fxpar.analysis.parallel_fraction import split_flops
 from fxpar.capture import Captured, capture
 from fxpar.compile import compile_program
 from fxpar.ops.coercions import copy_to, share, sum_gradients

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from fxpar.analysis.collectives import collectives
-from fxpar.analysis.split import split_flops
+from fxpar.analysis.communication import collectives
+from fxpar.analysis.parallel_fraction import split_flops
 from fxpar.capture import Captured, capture
 from fxpar.cli.models import LoadedModel, load_model
 from fxpar.compile import compile_model, compile_program
 from fxpar.errors import PlanError
-from fxpar.layout.symbols import names
+from fxpar.layout.symbolic_sizes import names
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, operands, output_layouts, output_types

@@ -15,7 +15,7 @@ from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, note
 from fxpar.program.regions import inlined
 from fxpar.program.stages import Stage, crossings, holders, stage_of, stages_of
-from fxpar.verify import simulate
+from fxpar.verify import simulate_ranks
 from fxpar.verify.values import TOLERANCE, ValueReport, call_inputs, check_capture, program_state, verify_values
 
 LAYERS = {
@@ -124,7 +124,7 @@ def test_layers_are_recomputed_by_their_stage(name: str, tp: int, monkeypatch: p
         again.append(sum(note(n).origin == "recompute" for n in inlined(step).graph.nodes if n.op != "output"))
         return step
 
-    monkeypatch.setattr(simulate, "step_of_stage", step_of_stage)
+    monkeypatch.setattr(simulate_ranks, "step_of_stage", step_of_stage)
     check(plan, name)
     assert len(again) == 2
     assert all(again)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpar.analysis.split import split_flops
+from fxpar.analysis.parallel_fraction import split_flops
 from fxpar.capture import Captured, capture
 from fxpar.compile import compile_program
 from fxpar.plan.plan import Plan

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fxpar.mesh.mesh import Mesh
 from fxpar.ops.collectives import Group
-from fxpar.ops.groups import create_groups, device_mesh, process_group
+from fxpar.ops.mesh_process_groups import create_groups, device_mesh, process_group
 from fxpar.plan.plan import Plan
 from fxpar.runtime.world import connect, join
 

@@ -43,7 +43,9 @@ def test_a_forward_and_its_backward_have_one_draw(monkeypatch: pytest.MonkeyPatc
         return words(count, cut.p)
 
     names = "rng rank offset identity p origin run ranks unit".split()
-    kernels = SimpleNamespace(Cut=lambda *given: SimpleNamespace(**dict(zip(names, given, strict=True))), draw=draw)
+    kernels = SimpleNamespace(
+        DropoutShard=lambda *given: SimpleNamespace(**dict(zip(names, given, strict=True))), draw=draw
+    )
     monkeypatch.setitem(sys.modules, "fxpar.ops.kernels", kernels)
     monkeypatch.setattr(fxpar.ops, "kernels", kernels, raising=False)
 

@@ -30,7 +30,7 @@ def drops(p: float = 0.1, cuts: tuple[IndexCut, ...] = ()) -> sdpa.Drops:
     return sdpa.Drops(torch.tensor([5, 1, 0], device="meta"), p, 77, cuts)
 
 
-CAUSAL = sdpa.Options(is_causal=True, scale=None, enable_gqa=False)
+CAUSAL = sdpa.SdpaOptions(is_causal=True, scale=None, enable_gqa=False)
 
 
 def test_heads_of_all_ranks_are_counted() -> None:
@@ -105,7 +105,7 @@ def test_no_probabilities_are_in_memory() -> None:
 
 def test_heads_that_share_keys_get_a_gradient_each_of_which_the_sum_is_the_keys() -> None:
     query, key = heads(2, 8, 32, 16), heads(2, 2, 32, 16)
-    options = sdpa.Options(is_causal=True, scale=None, enable_gqa=True)
+    options = sdpa.SdpaOptions(is_causal=True, scale=None, enable_gqa=True)
     out, log_sum = sdpa.forward(query, key, key, None, drops(), options)
     found = sdpa.backward(query, key, key, out, out, log_sum, None, drops(), options, False)
     assert [x.shape for x in found] == [query.shape, key.shape, key.shape]

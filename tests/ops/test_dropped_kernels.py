@@ -96,7 +96,7 @@ def test_the_kernels_compute_the_plain_form(case: Case, dtype: torch.dtype) -> N
     identity: Any = torch.tensor(IDENTITY, device="cuda") if case.is_operand else IDENTITY
     cuts = [IndexCut(*cut[:4], torch.tensor(cut[4], device="cuda")) for cut in case.cuts]
     drops = sdpa.Drops(torch.tensor([(1 << 40) + 5, 3, 1], device="cuda"), case.p, identity, cuts)
-    options = sdpa.Options(case.is_causal, case.scale, count != shared)
+    options = sdpa.SdpaOptions(case.is_causal, case.scale, count != shared)
 
     def run(*tensors: Tensor) -> list[Tensor]:
         query, key, value, of_out = tensors

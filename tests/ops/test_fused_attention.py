@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fxpar.ops import sdpa
-from fxpar.ops.fused_attention import Call, kernel
+from fxpar.ops.fused_attention import SdpaCall, kernel
 
 CASES = {
     "plain": (8, 8, False, None),
@@ -19,7 +19,9 @@ CASES = {
 }
 
 
-def values(name: str, device: str, dtype: torch.dtype, length: int) -> tuple[list[Tensor], Tensor | None, sdpa.Options]:
+def values(
+    name: str, device: str, dtype: torch.dtype, length: int
+) -> tuple[list[Tensor], Tensor | None, sdpa.SdpaOptions]:
     heads, shared, causal, kind = CASES[name]
     generator = torch.Generator().manual_seed(length)
 
@@ -31,10 +33,10 @@ def values(name: str, device: str, dtype: torch.dtype, length: int) -> tuple[lis
     mask = None if kind is None else made(2, 1, length, length)
     if kind == "bool" and mask is not None:
         mask = (mask > -1) | torch.eye(length, dtype=torch.bool, device=device)
-    return [query, key, value, gradient], mask, sdpa.Options(causal, None, heads != shared)
+    return [query, key, value, gradient], mask, sdpa.SdpaOptions(causal, None, heads != shared)
 
 
-def found(tensors: list[Tensor], mask: Tensor | None, options: sdpa.Options) -> list[Tensor]:
+def found(tensors: list[Tensor], mask: Tensor | None, options: sdpa.SdpaOptions) -> list[Tensor]:
     """The result and the gradients."""
     query, key, value, gradient = tensors
     out, log_sum = sdpa.forward(query, key, value, mask, None, options)
@@ -42,7 +44,7 @@ def found(tensors: list[Tensor], mask: Tensor | None, options: sdpa.Options) -> 
     return [out, *sdpa.backward(query, key, value, gradient, out, log_sum, mask, None, options, False)]
 
 
-def wanted(tensors: list[Tensor], mask: Tensor | None, options: sdpa.Options) -> list[Tensor]:
+def wanted(tensors: list[Tensor], mask: Tensor | None, options: sdpa.SdpaOptions) -> list[Tensor]:
     """By autograd of PyTorch's own operator, in float64."""
     query, key, value = leaves = [t.double().requires_grad_() for t in tensors[:3]]
     given = mask.double() if mask is not None and mask.is_floating_point() else mask
@@ -78,4 +80,4 @@ def test_on_a_gpu(name: str, length: int, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 def test_long_rows_in_half_precision_have_a_fused_kernel() -> None:
     query = torch.empty(2, 8, 1024, 64, device="cuda", dtype=torch.bfloat16)
-    assert kernel(Call(query, query, query, None, True, None, False)) is not None
+    assert kernel(SdpaCall(query, query, query, None, True, None, False)) is not None

@@ -10,40 +10,40 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fxpar.analysis.collectives import Collective, collectives
+from fxpar.analysis.communication import Collective, collectives
 from fxpar.analysis.flops import matmul_flops, uncounted
-from fxpar.analysis.split import split_flops
+from fxpar.analysis.parallel_fraction import split_flops
 from fxpar.errors import CheckFailed, LayoutError, TextError
 from fxpar.layout.layout import I, Placement
-from fxpar.layout.symbols import product
+from fxpar.layout.symbolic_sizes import product
 from fxpar.manager import PassManager
 from fxpar.ops import OPERATORS, Operator
 from fxpar.ops.collectives import Group, sum_over
 from fxpar.ops.lower import lower
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import Crossing, Gradients, Reverse, Run, Sent
+from fxpar.ops.operator import CollectiveSite, Gradients, LoweredCall, Reverse, Sent
 from fxpar.passes.differentiate import differentiate
 from fxpar.program.program import Program, TensorType, note, operands, tensor_type
 from fxpar.program.properties import Property
 from fxpar.report import make_report
 from fxpar.report.reasons import without_rule
 from fxpar.rules import key_of, rule_of
-from fxpar.signatures.calls import Call
+from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.rule import Refusal, Rule, Signature
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
-from fxpar.verify.simulate import run_ranks
+from fxpar.verify.simulate_ranks import run_ranks
 from fxpar.verify.static import STATIC, verify_static
 
 
-def _signature(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+def _signature(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
     if placement.dim != len(call.operands[index].shape) - 1:
         return Refusal("what is summed is cut, and nothing else")
     cuts = [placement.at(len(kind.shape) - 1) for kind in call.operands]
     return Signature(tuple(cuts), (I,))
 
 
-def _check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
+def _check(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
     if not placements[0].is_shard:
         return Refusal("what is summed must be cut")
     found = _signature(call, 0, placements[0])
@@ -56,12 +56,12 @@ def _sum_of_products(x: Tensor, weight: Tensor, group: str, size: int) -> Tensor
     return sum_over(torch.nn.functional.linear(x, weight), Group(group, size))
 
 
-def _lower(node: fx.Node, rank: OnRank) -> Run:
+def _lower(node: fx.Node, rank: OnRank) -> LoweredCall:
     ranks = rank.ranks(node)
-    return Run(_sum_of_products, (*node.args, ranks.group, ranks.size))
+    return LoweredCall(_sum_of_products, (*node.args, ranks.group, ranks.size))
 
 
-def _traffic(crossing: Crossing) -> Iterator[Sent]:
+def _traffic(crossing: CollectiveSite) -> Iterator[Sent]:
     (kind,) = crossing.call.outputs
     yield Sent("all_reduce", "forward", product(kind.shape) * kind.dtype.itemsize)
 

@@ -7,7 +7,7 @@ import torch
 
 from fxpar.oracle.check import sample
 from fxpar.oracle.flags import check_marks
-from fxpar.oracle.table import operations
+from fxpar.oracle.sampled_operations import operations
 from fxpar.rules import rule_of
 
 aten = torch.ops.aten

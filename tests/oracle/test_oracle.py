@@ -8,7 +8,7 @@ import torch
 from fxpar.errors import InputError
 from fxpar.layout.layout import I, P, Placement, R, shard
 from fxpar.oracle.check import OracleReport, check_operation, report_table, sample
-from fxpar.oracle.table import (
+from fxpar.oracle.sampled_operations import (
     COMMUNICATING,
     ELSEWHERE,
     EXEMPT,
@@ -17,7 +17,7 @@ from fxpar.oracle.table import (
     WITHOUT_OPERANDS,
     operations,
 )
-from fxpar.rules import Call, Refusal, Rule, register_rule, rule_of, rules, unregister_rule
+from fxpar.rules import OpCall, Refusal, Rule, register_rule, rule_of, rules, unregister_rule
 from fxpar.signatures.matmul import formula
 from fxpar.signatures.pointwise import pointwise_labels
 
@@ -94,12 +94,12 @@ def x(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def split_invariant(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
+def split_invariant(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
     """An invariant factor beside a shard: the value is right, but its gradient differs from rank to rank."""
     return (shard(0, 6),) if placements == (shard(0, 6), I) else None
 
 
-def first_of_all(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
+def first_of_all(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
     return (R,)
 
 
@@ -172,7 +172,7 @@ def test_a_wrong_rule_is_caught(case: str) -> None:
 
 
 def test_a_rule_whose_proposals_are_not_its_answers_is_caught() -> None:
-    def refuses(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+    def refuses(call: OpCall, placements: Sequence[Placement]) -> Refusal | None:
         return Refusal("never") if placements[0].is_shard else None
 
     report = check_operation(aten.relu.default, [sample(x(6, 12))], rule=Rule(pointwise_labels, check=refuses))

@@ -8,7 +8,7 @@ import torch
 from fxpar.layout.layout import I, Layout, Piece, Placement, R
 from fxpar.ops.coercion_table import coercion
 from fxpar.oracle.check import make_node
-from fxpar.oracle.table import operations
+from fxpar.oracle.sampled_operations import operations
 from fxpar.oracle.trial import Trial
 from fxpar.rules import Refusal, call_of, infer, rule_of, seed_signature
 

@@ -14,10 +14,10 @@ from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, shard
 from fxpar.oracle.check import OracleReport, sample
 from fxpar.oracle.grid import coordinates, fits, holds, holds_gradient, positions, spread, spread_gradient
+from fxpar.oracle.sampled_operations import ELSEWHERE, EXEMPT, LEFT_OUT, OCCURRING, operations
 from fxpar.oracle.several import check_on_mesh
-from fxpar.oracle.table import ELSEWHERE, EXEMPT, LEFT_OUT, OCCURRING, operations
 from fxpar.rules import inference, register_rule
-from fxpar.signatures.calls import Call
+from fxpar.signatures.op_call import OpCall
 from fxpar.text.parsing import parse_program
 from fxpar.verify.static import verify_static
 
@@ -73,7 +73,7 @@ def x(*shape: int) -> torch.Tensor:
 
 
 def test_a_judgement_that_does_not_peel_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unpeeled(call: Call, operands: Sequence[Placement], outputs: Sequence[Placement]) -> Call:
+    def unpeeled(call: OpCall, operands: Sequence[Placement], outputs: Sequence[Placement]) -> OpCall:
         return call
 
     monkeypatch.setattr(inference, "peeled_call", unpeeled)

@@ -19,7 +19,7 @@ from fxpar.manager import Pass, PassManager
 from fxpar.oracle.check import check_operation, sample
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.rules import unregister_rule
-from fxpar.schedule.build import build_schedule
+from fxpar.schedule.builtin_schedules import build_schedule
 from fxpar.schedule.text import parse_schedule
 from fxpar.schedule.verified import verified
 from fxpar.text.printing import print_program

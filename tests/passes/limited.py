@@ -14,7 +14,7 @@ from fxpar.capture import Captured, capture
 from fxpar.ops import experts
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program
-from fxpar.verify.simulate import Run
+from fxpar.verify.simulate_ranks import SimulationResult
 from fxpar.verify.values import ValueReport, call_inputs, program_state, verify_values
 from tests.passes.experts import EXPERTS, ROWS, WIDTH, Routed, batch
 
@@ -104,7 +104,7 @@ def captured(routing: str, choices: int, length: int) -> tuple[Plain, Captured]:
 
 
 @cache
-def looped(plan: Plan, routing: str, choices: int, length: int) -> tuple[Run, int]:
+def looped(plan: Plan, routing: str, choices: int, length: int) -> tuple[SimulationResult, int]:
     """Loss and gradients of the loop, and how many pairs it dropped."""
     torch.manual_seed(0)
     model = Dropping(routing, choices).double()
@@ -112,7 +112,7 @@ def looped(plan: Plan, routing: str, choices: int, length: int) -> tuple[Run, in
     loss = model(**batch(length))
     loss.backward()
     own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Run({"output": loss.detach()}, own), model.dropped
+    return SimulationResult({"output": loss.detach()}, own), model.dropped
 
 
 def compared(

@@ -9,8 +9,8 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.analysis.collectives import collectives
-from fxpar.analysis.split import split_flops
+from fxpar.analysis.communication import collectives
+from fxpar.analysis.parallel_fraction import split_flops
 from fxpar.capture import capture
 from fxpar.compile import compile_program
 from fxpar.layout.layout import Layout, shard

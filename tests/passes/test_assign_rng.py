@@ -17,7 +17,7 @@ from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, note
 from fxpar.text.parsing import parse_program
 from fxpar.verify.promote import promote
-from fxpar.verify.simulate import run_ranks, run_single, step_of
+from fxpar.verify.simulate_ranks import run_ranks, run_single, step_of
 from fxpar.verify.static import verify_static
 from fxpar.verify.values import call_inputs, program_state, reference_program, rng_state
 from tests.passes.modules import (

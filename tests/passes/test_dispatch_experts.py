@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.analysis.collectives import collectives
+from fxpar.analysis.communication import collectives
 from fxpar.capture import capture
 from fxpar.compile import compile_program
 from fxpar.errors import CheckFailed, FxparError, PassError, PlanError

@@ -14,7 +14,7 @@ from fxpar.errors import CheckFailed
 from fxpar.manager import PassManager
 from fxpar.ops.collectives import Group
 from fxpar.passes.exchange import exchange, exchange_over
-from fxpar.passes.step import step_passes
+from fxpar.passes.training_passes import step_passes
 from fxpar.program.program import note
 from fxpar.program.regions import inlined, region_of
 from fxpar.report import make_report

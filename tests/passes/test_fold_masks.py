@@ -15,7 +15,7 @@ from fxpar.plan.plan import Plan
 from fxpar.program.program import Program
 from fxpar.rules import bind_arguments
 from fxpar.text.parsing import parse_program
-from fxpar.verify.simulate import run_single
+from fxpar.verify.simulate_ranks import run_single
 from tests.passes.masks import (
     GROUPS,
     CrossAttention,

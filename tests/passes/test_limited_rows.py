@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxpar.analysis.capturable import capture_regions
-from fxpar.analysis.collectives import collectives
+from fxpar.analysis.communication import collectives
 from fxpar.bisection import bisect
 from fxpar.capture import capture
 from fxpar.compile import compile_program

@@ -18,7 +18,7 @@ from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import verify
-from fxpar.verify.simulate import step_of
+from fxpar.verify.simulate_ranks import step_of
 
 Loss = Callable[[Tensor], Tensor]
 

@@ -10,7 +10,7 @@ from fxpar.analysis.exposed import travels
 from fxpar.compile import compile_model
 from fxpar.manager import PassManager
 from fxpar.passes.overlap import overlap
-from fxpar.passes.step import step_passes
+from fxpar.passes.training_passes import step_passes
 from fxpar.plan.cost import Cost
 from fxpar.program.regions import inlined, region_of, regions
 from fxpar.text.parsing import parse_program

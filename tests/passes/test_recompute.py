@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxpar.analysis.collectives import collectives
+from fxpar.analysis.communication import collectives
 from fxpar.compile import compile_model, compile_step
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import lower

@@ -13,21 +13,21 @@ import torch
 import transformers
 from torch import fx
 
-from fxpar.analysis.collectives import collectives
+from fxpar.analysis.communication import collectives
 from fxpar.compile import Compilation, compile_model
 from fxpar.errors import PlanError
 from fxpar.manager import PassManager
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import lower
 from fxpar.passes.outline_layers import outline_layers
-from fxpar.passes.step import step_passes
+from fxpar.passes.training_passes import step_passes
 from fxpar.plan.cost import Cost
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, note
 from fxpar.program.regions import regions
 from fxpar.program.step import RECOMPUTE
 from fxpar.report.measure import measure
-from fxpar.runtime.parts import Step, cut
+from fxpar.runtime.step_phases import LoweredStep, cut
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import node_text
 from fxpar.verify.static import STATIC, verify_static
@@ -302,7 +302,7 @@ def test_what_is_computed_again_stays_so_where_layers_are_calls(mode: str, recom
     assert regions(outlined)
     graph = lower(outlined, {"tp": Group("tp", 2)}).module.graph
     forward, early, late, parameter, both = cut(graph)
-    made = Step(outlined, graph, forward, (*early, *late), parameter, both, {}, {}, (), {}, {}, len(early))
+    made = LoweredStep(outlined, graph, forward, (*early, *late), parameter, both, {}, {}, (), {}, {}, len(early))
     assert made.recomputes is recomputes
 
 

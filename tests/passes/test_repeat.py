@@ -9,7 +9,7 @@ import pytest
 from torch import fx
 
 from fxpar.passes.differentiate import differentiate
-from fxpar.passes.repeat import Repeats
+from fxpar.passes.repeat import DerivativeCache
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 
@@ -68,15 +68,15 @@ def test_layers_some_of_whose_parameters_are_frozen(frozen: list[str], monkeypat
 
 def _compare(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Differentiates a program with repeated derivatives and without, and compares the texts."""
-    again, repeated = Repeats.again, list[bool]()
+    again, repeated = DerivativeCache.again, list[bool]()
 
-    def counted(self: Repeats, *given: Any) -> dict[fx.Node, fx.Node] | None:
+    def counted(self: DerivativeCache, *given: Any) -> dict[fx.Node, fx.Node] | None:
         found = again(self, *given)
         repeated.append(found is not None)
         return found
 
-    monkeypatch.setattr(Repeats, "again", counted)
+    monkeypatch.setattr(DerivativeCache, "again", counted)
     found = print_program(differentiate(parse_program(text)))
-    monkeypatch.setattr(Repeats, "again", lambda *given: None)
+    monkeypatch.setattr(DerivativeCache, "again", lambda *given: None)
     assert found == print_program(differentiate(parse_program(text)))
     assert sum(repeated) >= len(repeated) // 3

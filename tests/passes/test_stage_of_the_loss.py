@@ -12,7 +12,7 @@ from fxpar.errors import CheckFailed, InputError
 from fxpar.passes.reduction import COUNT
 from fxpar.program.program import Program, update
 from fxpar.program.stages import stage_of, stages_of
-from fxpar.verify.stages import check_stages
+from fxpar.verify.stage_dataflow import check_stages
 
 
 class _Counted(nn.Module):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fxpar.capture import capture
 from fxpar.compile import compile_step
 from fxpar.errors import CheckFailed, InputError
-from fxpar.layout.symbols import evaluate, parse_size
+from fxpar.layout.symbolic_sizes import evaluate, parse_size
 from fxpar.manager import PassManager
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower

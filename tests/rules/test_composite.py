@@ -14,7 +14,7 @@ from fxpar.ops.functions import function as kept
 from fxpar.ops.random import attention, dropout, dropout_labels, own_bits
 from fxpar.oracle.check import OracleReport, check_operation, sample
 from fxpar.oracle.composite import Gate
-from fxpar.rules import Call, Rule
+from fxpar.rules import OpCall, Rule
 from fxpar.signatures.matmul import attention_labels
 from fxpar.signatures.pointwise import pointwise_labels
 
@@ -73,7 +73,7 @@ def test_dropout_of_a_shard_takes_an_index_and_of_a_sum_the_bits_of_all() -> Non
     assert indexed.false_accepts == bare.false_accepts == []
 
 
-def any_bits(call: Call, placements: object) -> None:
+def any_bits(call: OpCall, placements: object) -> None:
     """Accepts what `own_bits` refuses."""
 
 

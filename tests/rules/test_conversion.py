@@ -26,11 +26,11 @@ from fxpar.ops.collectives import Group
 from fxpar.ops.lower import lower
 from fxpar.oracle.grid import fits, holds, holds_gradient, spread, spread_gradient
 from fxpar.plan.cost import Cost
-from fxpar.program.coercions import axes_of
+from fxpar.program.placements import axes_of
 from fxpar.program.program import output_layouts
 from fxpar.rules.conversion import coerced, conversions
 from fxpar.text.parsing import parse_program
-from fxpar.verify.simulate import coordinates, simulated_world
+from fxpar.verify.simulate_ranks import coordinates, simulated_world
 
 SHAPE = (12, 12)
 TWO, THREE = {"dp": 2, "tp": 2}, {"dp": 2, "tp": 3}

@@ -13,9 +13,9 @@ from fxpar.ops.coercion_table import coercion
 from fxpar.ops.coercions import share, take_part
 from fxpar.oracle.check import check_operation, sample
 from fxpar.oracle.ranks import local_positions
-from fxpar.oracle.table import operations
-from fxpar.program.coercions import at_rest, held_fraction, shared_fraction, unsettled
-from fxpar.rules import Call
+from fxpar.oracle.sampled_operations import operations
+from fxpar.program.placements import at_rest, held_fraction, shared_fraction, unsettled
+from fxpar.rules import OpCall
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.types import check_types
@@ -104,7 +104,7 @@ def test_grouped_attention_with_shared_heads_agrees_with_brute_force(heads: int,
         ),
     ],
 )
-def test_signatures_of_grouped_attention(found: Call, placements: str, expected: str) -> None:
+def test_signatures_of_grouped_attention(found: OpCall, placements: str, expected: str) -> None:
     assert answer(found, placements) == expected
 
 

@@ -13,13 +13,13 @@ from fxpar import Plan
 from fxpar.capture import capture
 from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, R, shard
-from fxpar.layout.symbols import symbol
+from fxpar.layout.symbolic_sizes import symbol
 from fxpar.manager import PassManager
 from fxpar.ops.functions import function, why_whole
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.program.program import TensorType
 from fxpar.report.reasons import without_rule
-from fxpar.rules import Call, Refusal, inferred, rule_of
+from fxpar.rules import OpCall, Refusal, inferred, rule_of
 from fxpar.signatures.autograd_functions import nonlinearity
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
@@ -31,14 +31,14 @@ b, s = symbol("b"), symbol("s")
 ROWS = (b, s, 96)
 
 
-def call(cls: type, *arguments: Any) -> Call:
+def call(cls: type, *arguments: Any) -> OpCall:
     """A call of a function on float32 operands of the given shapes, and constants."""
     given = arguments or (ROWS,)
     shapes = {str(i): a for i, a in enumerate(given) if isinstance(a, tuple)}
     plain = {"path": f"{cls.__module__}.{cls.__name__}"}
     plain |= {str(i): a for i, a in enumerate(given) if not isinstance(a, tuple)}
     kinds = tuple(TensorType(torch.float32, shape) for shape in shapes.values())
-    return Call(function, plain, kinds, tuple(shapes), kinds[:1], 2)
+    return OpCall(function, plain, kinds, tuple(shapes), kinds[:1], 2)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def call(cls: type, *arguments: Any) -> Call:
     ],
     ids=lambda found: str(found.get("path")).rpartition(".")[2],
 )
-def test_element_wise_functions_are_cut(found: Call) -> None:
+def test_element_wise_functions_are_cut(found: OpCall) -> None:
     assert why_whole(found) == ""
     cut = tuple(shard(2, 96) for _ in found.operands)
     assert inferred(found, cut, [True] * len(cut), composite=False) == (shard(2, 96),)
@@ -96,7 +96,7 @@ LINEAR = [
 
 
 @pytest.mark.parametrize("found", LINEAR, ids=lambda found: str(found.get("path")).rpartition(".")[2])
-def test_a_backward_that_is_linear_takes_summands(found: Call) -> None:
+def test_a_backward_that_is_linear_takes_summands(found: OpCall) -> None:
     assert nonlinearity(found, rule_of) == ""
     count = len(found.operands)
     assert inferred(found, (R,) * count, [True] * count, composite=False) == (R,) * len(found.outputs)
@@ -170,8 +170,8 @@ opaque.register_autograd(lambda ctx, g: clipped(g))
 KIND = TensorType(torch.float32, ROWS)
 
 
-def operator_call(target: Any, **plain: Any) -> Call:
-    return Call(target, plain, (KIND,), ("x",), (KIND,), 2)
+def operator_call(target: Any, **plain: Any) -> OpCall:
+    return OpCall(target, plain, (KIND,), ("x",), (KIND,), 2)
 
 
 def test_a_custom_operator_takes_summands_where_its_backward_is_linear() -> None:

@@ -15,7 +15,7 @@ from fxpar.manager import PassManager
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import sum_gradients
 from fxpar.ops.random import axis_index
-from fxpar.oracle.table import COMMUNICATING, OCCURRING, WITHOUT_OPERANDS
+from fxpar.oracle.sampled_operations import COMMUNICATING, OCCURRING, WITHOUT_OPERANDS
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.program.program import Program, operands, output_types
 from fxpar.rules import key_of, rules

@@ -9,11 +9,11 @@ from torch import fx
 
 from fxpar.errors import InputError
 from fxpar.layout.layout import I, P, R, V, parse_placement
-from fxpar.layout.symbols import parse_size
+from fxpar.layout.symbolic_sizes import parse_size
 from fxpar.ops.random import dropout
 from fxpar.program.program import Note, ScalarType, TensorType, set_note
 from fxpar.rules import (
-    Call,
+    OpCall,
     Refusal,
     bind_arguments,
     call_of,
@@ -37,7 +37,7 @@ def ids(sizes: str) -> TensorType:
     return t(sizes, torch.int64)
 
 
-def call(target: Any, *args: Any, out: TensorType | tuple[TensorType, ...], n: int = 2, **kwargs: Any) -> Call:
+def call(target: Any, *args: Any, out: TensorType | tuple[TensorType, ...], n: int = 2, **kwargs: Any) -> OpCall:
     """The call of an operator over types, as the rules see it."""
     graph = fx.Graph()
 
@@ -50,7 +50,7 @@ def call(target: Any, *args: Any, out: TensorType | tuple[TensorType, ...], n: i
     return call_of(set_note(node, Note(out)), n)
 
 
-def answer(found: Call, placements: str, carries: Sequence[bool] | None = None) -> str:
+def answer(found: OpCall, placements: str, carries: Sequence[bool] | None = None) -> str:
     """`"S(2), R"` → `"S(2)"`, or the reason of the refusal. Operands that are floats carry a gradient."""
     texts = placements.split(", ")
     given = [parse_placement(text, kind.shape) for text, kind in zip(texts, found.operands, strict=True)]
@@ -59,15 +59,15 @@ def answer(found: Call, placements: str, carries: Sequence[bool] | None = None) 
     return outs.reason if isinstance(outs, Refusal) else ", ".join(str(p) for p in outs)
 
 
-def linear(n: int = 2) -> Call:
+def linear(n: int = 2) -> OpCall:
     return call(aten.linear.default, t("b s 96"), t("64 96"), out=t("b s 64"), n=n)
 
 
-def with_bias(n: int = 2) -> Call:
+def with_bias(n: int = 2) -> OpCall:
     return call(aten.linear.default, t("b s 96"), t("64 96"), t("64"), out=t("b s 64"), n=n)
 
 
-def attention(heads: int, kv: int, n: int = 2, mask: bool = False, causal: bool = False) -> Call:
+def attention(heads: int, kv: int, n: int = 2, mask: bool = False, causal: bool = False) -> OpCall:
     few = t(f"b {kv} s 12")
     masks = [t("b 1 s s")] if mask else []
     kwargs = {"enable_gqa": heads != kv, "is_causal": causal}
@@ -75,12 +75,12 @@ def attention(heads: int, kv: int, n: int = 2, mask: bool = False, causal: bool 
     return call(target, t(f"b {heads} s 12"), few, few, *masks, out=t(f"b {heads} s 12"), n=n, **kwargs)
 
 
-def view(source: str, target: str, n: int = 2) -> Call:
+def view(source: str, target: str, n: int = 2) -> OpCall:
     sizes = [size if isinstance(size, int) else None for size in t(target).shape]
     return call(aten.view.default, t(source), sizes, out=t(target), n=n)
 
 
-def loss(reduction: int) -> Call:
+def loss(reduction: int) -> OpCall:
     out = t("") if reduction else t("96")
     return call(aten.cross_entropy_loss.default, t("96 259"), ids("96"), None, reduction, -100, out=out)
 
@@ -272,7 +272,7 @@ FILLED = [
 
 
 @pytest.mark.parametrize(("found", "placements", "expected"), [*MEGATRON, *ATTENTION, *VIEWS, *SEGMENTS, *FILLED])
-def test_signature(found: Call, placements: str, expected: str) -> None:
+def test_signature(found: OpCall, placements: str, expected: str) -> None:
     assert answer(found, placements) == expected
 
 
@@ -313,7 +313,7 @@ def test_an_operation_without_a_rule_accepts_only_whole_operands() -> None:
         (call(aten.embedding.default, t("258 96"), ids("b s"), out=t("b s 96")), "S(0)", False),
     ],
 )
-def test_refusals_say_whether_shapes_are_the_reason(found: Call, text: str, structural: bool) -> None:
+def test_refusals_say_whether_shapes_are_the_reason(found: OpCall, text: str, structural: bool) -> None:
     rule = rule_of(found.target)
     assert rule is not None
     refusal = seed_signature(rule, found, 0, parse_placement(text, found.operands[0].shape))
@@ -330,7 +330,7 @@ def test_the_signature_a_shard_asks_for() -> None:
 
 
 def test_partial_signatures_are_those_that_are_accepted() -> None:
-    def texts(found: Call) -> list[str]:
+    def texts(found: OpCall) -> list[str]:
         rule = rule_of(found.target)
         assert rule is not None
         return [" ".join(map(str, s.operands)) for s in partial_signatures(rule, found)]
@@ -372,7 +372,7 @@ def test_symbolic_sizes_are_arguments_by_value() -> None:
 
 
 def test_axis_indices_are_for_shards_alone() -> None:
-    def mask(*indices: TensorType) -> Call:
+    def mask(*indices: TensorType) -> OpCall:
         return call(dropout, t("b s 64"), ids("3"), 0.1, list(indices), out=t("b s 64"))
 
     assert answer(mask(), "R, R") == "R"

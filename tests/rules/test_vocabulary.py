@@ -12,16 +12,16 @@ from torch.nn import functional
 from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, P, Placement, R, padded_shard, shard
 from fxpar.layout.shards import local_block
-from fxpar.layout.symbols import shape_text
+from fxpar.layout.symbolic_sizes import shape_text
 from fxpar.ops import COMPOSITE_OF
 from fxpar.ops.vocabulary import cross_entropy, embedding, nll_loss, topk
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, TensorType, output_layouts
-from fxpar.rules import Call, Refusal, infer, rule_of
+from fxpar.rules import OpCall, Refusal, infer, rule_of
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import placement_text
 from fxpar.verification import verify
-from fxpar.verify.simulate import Run, coordinates, run_ranks, step_of
+from fxpar.verify.simulate_ranks import SimulationResult, coordinates, run_ranks, step_of
 from fxpar.verify.static import verify_static
 
 
@@ -56,12 +56,14 @@ def program(
     return parse_program("\n".join(lines) + "\n")
 
 
-def ranks_of(program: Program, x: Tensor, inputs: dict[str, Tensor]) -> list[Run]:
+def ranks_of(program: Program, x: Tensor, inputs: dict[str, Tensor]) -> list[SimulationResult]:
     verify_static(program)
     return run_ranks(step_of(program), {"x": x}, inputs, {})
 
 
-def same(runs: list[Run], program: Program, x: Tensor, wanted: Tensor, upstream: Tensor | None = None) -> None:
+def same(
+    runs: list[SimulationResult], program: Program, x: Tensor, wanted: Tensor, upstream: Tensor | None = None
+) -> None:
     """Every rank has the result, and its block of the gradient, with zeros in place of padding."""
     (gradient,) = torch.autograd.grad(wanted, [x], upstream)
     (layout,) = output_layouts(program.node("x"))
@@ -290,7 +292,7 @@ def test_a_composite_takes_a_cut_vocabulary_and_nothing_else(composite: Any) -> 
     types = (TensorType(f64, (8, 6)), TensorType(i64, (8,)))
     single = composite not in (embedding, cross_entropy, nll_loss)
     dim = 0 if composite is embedding else 1
-    call = Call(composite, {"dim": 1, "k": 2, "reduction": 1}, types[: 2 - single], names[: 2 - single], types[:1], 2)
+    call = OpCall(composite, {"dim": 1, "k": 2, "reduction": 1}, types[: 2 - single], names[: 2 - single], types[:1], 2)
     rule = rule_of(composite)
     assert rule is not None
     legal = []

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpar
-from fxpar.analysis.collectives import collectives
-from fxpar.runtime.steps import Pending
+from fxpar.analysis.communication import collectives
+from fxpar.runtime.steps import FinishedForward
 from fxpar.state.sharded import local_of
 from tests.runtime import chosen
 from tests.runtime.jobs import Found, case_module, kept, tp
@@ -77,9 +77,9 @@ class Watched:
     @contextlib.contextmanager
     def __call__(self) -> Iterator[Watched]:
         """Watches the steps that run meanwhile."""
-        plain: Any = Pending.backward
+        plain: Any = FinishedForward.backward
 
-        def backward(pending: Pending, tangents: Any, *, whole: bool, **more: Any) -> Any:
+        def backward(pending: FinishedForward, tangents: Any, *, whole: bool, **more: Any) -> Any:
             parts = pending.step.whole_backward if whole else pending.step.backward
             names = {name for part in parts for name in part.inputs}
             values = [pending.own[name] for name in names if name in pending.own]
@@ -92,7 +92,7 @@ class Watched:
             finally:
                 self.is_backward = False
 
-        changed: Any = Pending
+        changed: Any = FinishedForward
         changed.backward = backward
         try:
             yield self

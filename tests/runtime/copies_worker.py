@@ -22,7 +22,7 @@ from fxpar.exchange.device import DeviceMailbox
 from fxpar.exchange.needed import needs
 from fxpar.ops import needed_copies, peer_memory
 from fxpar.runtime.graphs.full import Iteration
-from fxpar.runtime.steps import Pending
+from fxpar.runtime.steps import FinishedForward
 from tests.runtime.graphed import gpt2, llama, mixtral, train, words
 
 STEPS, MICROBATCHES = 12, 2
@@ -96,7 +96,7 @@ def lose() -> None:
         model.train_step(batch)
     torch.cuda.synchronize()
     if dist.get_rank() == 1:  # stands still behind the point where all ranks have come to the call
-        for kind, name in ((Pending, "backward"), (Iteration, "__call__")):
+        for kind, name in ((FinishedForward, "backward"), (Iteration, "__call__")):
             setattr(kind, name, stand_still)
     float(model.train_step(batch))
     print(f"loss {float(model.train_step(batch))}", flush=True)

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpar
-from fxpar.analysis.collectives import collectives
+from fxpar.analysis.communication import collectives
 from fxpar.cli.models import load_model
 from fxpar.errors import FxparError
 from fxpar.runtime.module import ParallelModule
-from fxpar.runtime.steps import Pending
+from fxpar.runtime.steps import FinishedForward
 from fxpar.state.sharded import whole_of
 from tests.runtime import accounting, jobs
 
@@ -96,13 +96,13 @@ class Sums(TorchDispatchMode):
 def sums_of_parameters() -> Iterator[list[int]]:
     """Sizes of the sums over ranks in parameter phases."""
     sizes: list[int] = []
-    plain: Any = Pending.parameter
+    plain: Any = FinishedForward.parameter
 
-    def counted(pending: Pending, held: Any) -> Any:
+    def counted(pending: FinishedForward, held: Any) -> Any:
         with Sums(sizes):
             return plain(pending, held)
 
-    changed: Any = Pending
+    changed: Any = FinishedForward
     changed.parameter = counted
     try:
         yield sizes

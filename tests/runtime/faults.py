@@ -16,7 +16,7 @@ from torch import Tensor
 import fxpar
 from fxpar.errors import InputError
 from fxpar.ops import collectives
-from fxpar.runtime.steps import Pending
+from fxpar.runtime.steps import FinishedForward
 from tests.runtime import models
 from tests.runtime.jobs import Found, refusal, tp
 
@@ -148,7 +148,7 @@ def ends_between_copies() -> None:
     model, batch = fxpar.parallelize(models.tiny(), made, models.batch(), check_inputs=False), models.batch()
     model.train_step(batch)
     if is_odd():
-        Pending.backward = lambda *arguments, **options: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
+        FinishedForward.backward = lambda *arguments, **options: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
     model.train_step(batch)
 
 

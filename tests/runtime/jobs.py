@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import fxpar
 from fxpar.errors import FxparError
-from fxpar.ops.groups import close_abandoned
+from fxpar.ops.mesh_process_groups import close_abandoned
 from fxpar.runtime.module import ParallelModule
 from fxpar.state.sharded import local_of, whole_of
 from tests.runtime import models

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fxpar
 from fxpar.errors import RankError
 from fxpar.exchange import symmetric_buffer
-from fxpar.exchange.host import HostMailbox
+from fxpar.exchange.cpu_symmetric_buffer import HostMailbox
 from fxpar.ops import peer_memory, process_group
 from fxpar.runtime.world import World
 from tests.runtime.compiled import Deep, Seen, watched
@@ -145,7 +145,7 @@ def broken_off() -> str:
 
 
 def _world() -> tuple[World, HostMailbox]:
-    from fxpar.ops.groups import process_group
+    from fxpar.ops.mesh_process_groups import process_group
     from fxpar.runtime.world import connect, join
 
     size = torch.distributed.get_world_size()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fxpar
 from fxpar.exchange import needed, symmetric_buffer
-from fxpar.exchange.host import HostMailbox
+from fxpar.exchange.cpu_symmetric_buffer import HostMailbox
 from fxpar.ops import needed_copies
 from fxpar.ops import selective_dispatch as operators
 from tests.passes.experts import ROWS, Routed, batch
@@ -101,7 +101,7 @@ def beside_nccl(options: dict[str, Any]) -> tuple[float, float]:
 
 def each_way(dtype: torch.dtype, lead: tuple[int, ...], tokens: int, choices: int) -> list[str]:
     """What copies of rows give, beside the process group; those that differ. Some tokens chose nobody's expert."""
-    from fxpar.ops.groups import process_group
+    from fxpar.ops.mesh_process_groups import process_group
     from fxpar.runtime.world import connect, join
 
     size = dist.get_world_size()

@@ -35,7 +35,7 @@ class Trained:
     stages: tuple[int, ...]
 
 
-class _Counting(pipeline._Step):
+class _Counting(pipeline._PipelineStep):
     """Counts what is in flight."""
 
     most = 0
@@ -60,7 +60,7 @@ def train(
     """Two steps with dropout, clipped; on one process the microbatches are given as a list."""
     case, chosen = CASES[name], fxpar.Plan(**plan)
     batch: Any = batch_of(name, dtype, rows)
-    pipeline._Step, _Counting.most = _Counting, 0  # type: ignore[misc]
+    pipeline._PipelineStep, _Counting.most = _Counting, 0  # type: ignore[misc]
     model = fxpar.parallelize(case.model().to(dtype), chosen, batch, case.loss, timeout=60)
     if chosen.dp > 1:
         own = model.world.coordinates["dp"]

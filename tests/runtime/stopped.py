@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fxpar
 from fxpar.errors import FxparError
-from fxpar.runtime.steps import Pending
+from fxpar.runtime.steps import FinishedForward
 from tests.runtime import models
 from tests.runtime.jobs import Found
 from tests.runtime.pipeline_jobs import parts
@@ -64,14 +64,14 @@ def broken(error: type[BaseException]) -> Iterator[None]:
         raise error("between two collectives")
 
     names = ("backward", "input_backward")
-    plain = {name: getattr(Pending, name) for name in names}
+    plain = {name: getattr(FinishedForward, name) for name in names}
     for name in names:
-        setattr(Pending, name, fail if is_odd() else plain[name])
+        setattr(FinishedForward, name, fail if is_odd() else plain[name])
     try:
         yield
     finally:
         for name in names:
-            setattr(Pending, name, plain[name])
+            setattr(FinishedForward, name, plain[name])
 
 
 def whole(model: fxpar.ParallelModule) -> Any:
@@ -150,13 +150,13 @@ def late(options: dict[str, Any], alone: bool) -> Found:
     batch = whole(model)
     model.train_step(batch)
     found: Found = {}
-    plain = Pending.backward
+    plain = FinishedForward.backward
 
     def refuse(*arguments: Any, **options: Any) -> Any:
         raise fxpar.errors.InputError("no such thing", where="here", remedy="none")
 
-    Pending.backward = plain if alone and not is_odd() else refuse  # type: ignore[method-assign]
+    FinishedForward.backward = plain if alone and not is_odd() else refuse  # type: ignore[method-assign]
     found["refused"] = attempt(lambda: model.train_step(batch))
-    Pending.backward = plain  # type: ignore[method-assign]
+    FinishedForward.backward = plain  # type: ignore[method-assign]
     found["behind"] = attempt(lambda: model.train_step(batch))
     return found

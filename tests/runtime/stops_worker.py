@@ -18,14 +18,14 @@ import fxpar
 from fxpar.errors import FxparError
 from fxpar.runtime.graphs.full import Iteration
 from fxpar.runtime.graphs.partial import GraphedStep
-from fxpar.runtime.steps import Pending
+from fxpar.runtime.steps import FinishedForward
 from tests.runtime.copies_worker import COSTS
 from tests.runtime.graphed import gpt2, words
 
 ODD = 1
 METHODS = [
     (kind, name, getattr(kind, name))
-    for kind, name in ((Pending, "backward"), (Iteration, "__call__"), (GraphedStep, "backward"))
+    for kind, name in ((FinishedForward, "backward"), (Iteration, "__call__"), (GraphedStep, "backward"))
 ]
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fxpar.compile import compile_model, compile_step, lower_program
 from fxpar.exchange.row_programs import Extent, RowProgram, RowStep, read
 from fxpar.layout.layout import Placement
-from fxpar.layout.symbols import evaluate
+from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops import peer_memory
 from fxpar.ops.collectives import Group
 from fxpar.plan.plan import Plan

@@ -16,7 +16,7 @@ from fxpar.compile import compile_model
 from fxpar.errors import InputError
 from fxpar.plan.plan import Plan
 from fxpar.runtime.forward_backward import check_padding
-from fxpar.runtime.programs import Call
+from fxpar.runtime.programs import BoundBatch
 from fxpar.runtime.variable_batches import Brought, brought, ignored_targets, largest
 from tests.runtime.uneven_jobs import Pooled
 
@@ -128,7 +128,9 @@ def values(*numbers: float) -> list[Tensor | None]:
 def test_a_loss_or_a_gradient_that_depends_on_padding_is_refused(other: list[Tensor | None], is_refused: bool) -> None:
     compiled: Any = SimpleNamespace(padded=set())
     filled = {"ids": torch.zeros(1)}
-    call = Call(compiled, ready=compiled, inputs={}, sizes={}, places=(), fills=filled, unproven=frozenset(filled))
+    call = BoundBatch(
+        compiled, ready=compiled, inputs={}, sizes={}, places=(), fills=filled, unproven=frozenset(filled)
+    )
 
     def check() -> None:
         check_padding(call, lambda tried: other if tried.inputs else values(1.0, 100.0), bool)

@@ -18,7 +18,7 @@ from fxpar.ops.collectives import Group
 from fxpar.program.program import Note, ScalarType, TensorType, note, output_node, set_note
 from fxpar.runtime import compile_units as units_module
 from fxpar.runtime import inductor
-from fxpar.runtime.compile_units import Units, units_of
+from fxpar.runtime.compile_units import StepUnits, units_of
 from fxpar.runtime.recompute_copies import computing_again
 from fxpar.runtime.segments import Segment, dense, is_number
 from tests.runtime.graphed import mixtral, words
@@ -43,7 +43,7 @@ def _graph(layers: int, experts: bool) -> fx.Graph:
     return graph
 
 
-def _units(layers: int, *, paired: bool, experts: bool = False) -> tuple[Units, frozenset[str], set[str]]:
+def _units(layers: int, *, paired: bool, experts: bool = False) -> tuple[StepUnits, frozenset[str], set[str]]:
     """Of a step its units, what is wanted at the end, and what is there at the start."""
     graph = _graph(layers, experts)
     wanted = frozenset(node.name for node in output_node(graph).all_input_nodes)
@@ -52,11 +52,11 @@ def _units(layers: int, *, paired: bool, experts: bool = False) -> tuple[Units, 
 
 
 @pytest.fixture(scope="module")
-def few() -> tuple[Units, frozenset[str], set[str]]:
+def few() -> tuple[StepUnits, frozenset[str], set[str]]:
     return _units(2, paired=True)
 
 
-def test_there_are_as_many_texts_for_many_layers_as_for_few(few: tuple[Units, frozenset[str], set[str]]) -> None:
+def test_there_are_as_many_texts_for_many_layers_as_for_few(few: tuple[StepUnits, frozenset[str], set[str]]) -> None:
     many, _, _ = _units(3, paired=True)
     texts = [{unit.text for unit in (*units.forward, *units.backward)} for units in (few[0], many)]
     assert len(texts[0]) == len(texts[1])
@@ -109,7 +109,7 @@ def test_what_a_number_reads_is_handed_on() -> None:
     assert [first.nodes[i] for i in units.results[first][0]] == [made, one]
 
 
-def test_every_operation_stands_in_one_unit(few: tuple[Units, frozenset[str], set[str]]) -> None:
+def test_every_operation_stands_in_one_unit(few: tuple[StepUnits, frozenset[str], set[str]]) -> None:
     units, _, _ = few
     distinct = dict.fromkeys((*units.forward, *units.backward))
     nodes = [node for unit in distinct for node in unit.nodes if not is_number(node)]
@@ -214,7 +214,7 @@ def test_units_are_compiled_for_the_strides_that_others_give(told: bool, monkeyp
     assert again
 
 
-def test_draws_take_their_identities_as_operands(few: tuple[Units, frozenset[str], set[str]]) -> None:
+def test_draws_take_their_identities_as_operands(few: tuple[StepUnits, frozenset[str], set[str]]) -> None:
     units, _, _ = few
     layers = [unit for unit in units.forward if unit.identities]
     identities = [identity for unit in layers for identity in unit.identities]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar.exchange.watch import Watch
+from fxpar.exchange.watch import Watchdog
 from fxpar.runtime import mailboxes
 from fxpar.runtime.mailboxes import why_not_copy
 from tests.runtime import mailbox_jobs
@@ -140,7 +140,7 @@ class _Event:
 
 def test_a_host_that_waits_to_mark_a_place_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     now, said = [0.0], list[Exception]()
-    watch = Watch(0, 10.0, _Board(), lambda: 0, said.append, lambda: now[0])
+    watch = Watchdog(0, 10.0, _Board(), lambda: 0, said.append, lambda: now[0])
     events = _Event(), _Event()
     marks: Any = mailboxes._Marks(torch.device("cpu"), watch, itertools.cycle(events))  # type: ignore[arg-type]
     monkeypatch.setattr(mailboxes, "current_stream", lambda device: None)

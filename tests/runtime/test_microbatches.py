@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxpar.errors import InputError
 from fxpar.runtime.deferred_grad_sync import Waiting
-from fxpar.runtime.microbatches import Microbatch, Part, Ran, run_microbatches, weight
+from fxpar.runtime.microbatches import Microbatch, MicrobatchResult, Ran, run_microbatches, weight
 
 REDUCED: list[tuple[str, ...]] = []
 ROWS = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -32,13 +32,15 @@ def stepped(
     """Loss and gradients of a step over so many rows a microbatch; an odd last one leaves something else."""
     REDUCED.clear()
 
-    def run(rows: Tensor, microbatch: Microbatch) -> Part:
+    def run(rows: Tensor, microbatch: Microbatch) -> MicrobatchResult:
         counted = torch.tensor(float(len(rows)), dtype=torch.float64) if counts else None
         with torch.enable_grad():
             loss = (rows @ w).square().sum() / max(len(rows), 1)
             (gradient,) = torch.autograd.grad(loss * weight(counted, microbatch), w)
         is_odd = odd and microbatch.index == len(lengths) - 1
-        return Part(loss.detach(), Ran({}, {"w_gradient": gradient}, finish, "odd" if is_odd else "even"), counted)
+        return MicrobatchResult(
+            loss.detach(), Ran({}, {"w_gradient": gradient}, finish, "odd" if is_odd else "even"), counted
+        )
 
     parts = ROWS[: sum(lengths)].split(list(lengths))
     return run_microbatches(parts, torch.tensor([1, 2, 3]), run, (waiting or Waiting()).finished)

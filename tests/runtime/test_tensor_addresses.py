@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxpar.runtime.tensor_addresses import Placed
+from fxpar.runtime.tensor_addresses import TensorAddresses
 from fxpar.runtime.tensors import Tensors
 
 
@@ -36,22 +36,22 @@ def frozen(p: nn.Parameter) -> None:
 @pytest.mark.parametrize("change", [moved, transposed, cut, frozen])
 def test_a_tensor_that_lies_elsewhere_is_seen(change: Callable[[nn.Parameter], None]) -> None:
     tensors = square()
-    before = Placed(tensors)
+    before = TensorAddresses(tensors)
     assert before.holds(tensors)
-    assert before == Placed(tensors)
+    assert before == TensorAddresses(tensors)
     change(tensors[2])
     assert not before.holds(tensors)
-    assert before != Placed(tensors)
-    assert Placed(tensors).holds(tensors)
+    assert before != TensorAddresses(tensors)
+    assert TensorAddresses(tensors).holds(tensors)
 
 
 def test_values_may_change() -> None:
     tensors = square()
-    before = Placed(tensors)
+    before = TensorAddresses(tensors)
     with torch.no_grad():
         tensors[0].add_(1)
     assert before.holds(tensors)
-    assert hash(before) == hash(Placed(tensors))
+    assert hash(before) == hash(TensorAddresses(tensors))
 
 
 class Model(nn.Module):

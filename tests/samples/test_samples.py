@@ -17,7 +17,7 @@ import transformers
 
 from fxpar.plan.plan import Plan
 from fxpar.rules import unregister_rule
-from fxpar.state.parts import Loading
+from fxpar.state.weight_shards import Loading
 from tests.cli.tool import fxpar
 from tests.runtime.world import World
 from tests.samples.scripts import called, script

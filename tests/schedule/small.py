@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from fxpar.schedule.actions import Action, Phase
-from fxpar.schedule.build import build_schedule
-from fxpar.schedule.schedule import Schedule
+from fxpar.schedule.builtin_schedules import build_schedule
+from fxpar.schedule.pipeline_schedule import Schedule
 
 EXAMPLES = settings(max_examples=400, deadline=None, derandomize=True)
 # A part of the reason for each fault.

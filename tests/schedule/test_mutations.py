@@ -5,7 +5,7 @@ from hypothesis import given
 
 from fxpar.errors import ScheduleError
 from fxpar.schedule.actions import Action, Phase
-from fxpar.schedule.schedule import Schedule
+from fxpar.schedule.pipeline_schedule import Schedule
 from fxpar.schedule.text import parse_schedule, print_schedule
 from fxpar.schedule.verified import verified
 from tests.schedule.small import EXAMPLES, SAID, faults, legal, mutated

@@ -6,7 +6,7 @@ import pytest
 
 from fxpar.errors import InputError, ScheduleError
 from fxpar.schedule.actions import Action
-from fxpar.schedule.schedule import Schedule, Style
+from fxpar.schedule.pipeline_schedule import Schedule, Style
 from fxpar.schedule.text import parse_schedule, read_schedule
 from fxpar.schedule.verified import verified
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from fxpar.schedule.build import build_schedule
-from fxpar.schedule.schedule import Schedule
+from fxpar.schedule.builtin_schedules import build_schedule
+from fxpar.schedule.pipeline_schedule import Schedule
 from fxpar.schedule.text import parse_schedule, print_schedule
 from fxpar.schedule.verified import verified
 

@@ -6,9 +6,9 @@ import pytest
 
 from fxpar.errors import ScheduleError
 from fxpar.schedule.arrays import from_arrays, order_array
-from fxpar.schedule.build import build_schedule, group_sizes
-from fxpar.schedule.messages import Channels
-from fxpar.schedule.schedule import Schedule
+from fxpar.schedule.builtin_schedules import build_schedule, group_sizes
+from fxpar.schedule.messages import ChannelGrouping
+from fxpar.schedule.pipeline_schedule import Schedule
 from fxpar.schedule.verified import verified
 
 Sizes = tuple[int, int, int | None, int]
@@ -56,7 +56,7 @@ def legal() -> Iterator[Sizes]:
 
 def runs_merged(schedule: Schedule) -> bool:
     try:
-        verified(schedule, channels=Channels.MERGED)
+        verified(schedule, channels=ChannelGrouping.MERGED)
     except ScheduleError:
         return False
     return True
@@ -93,7 +93,7 @@ def test_merged_channels_are_rejected_in_243_of_the_cases_of_two_ranks() -> None
 
 def test_merged_channels_name_the_message_that_comes_instead() -> None:
     with pytest.raises(ScheduleError) as caught:
-        verified(interleaved(2, 2, 3, 5), channels=Channels.MERGED)
+        verified(interleaved(2, 2, 3, 5), channels=ChannelGrouping.MERGED)
     assert caught.value.where == "rank 1, position 9 (1F3)"
     assert caught.value.remedy.endswith("or give activations and gradients channels of their own")
     assert caught.value.reason == (

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import fxpar
 from fxpar.layout.layout import Layout, shard
 from fxpar.runtime.module import ParallelModule
-from fxpar.state.place import Place
+from fxpar.state.place import ShardSpec
 from fxpar.state.sharded import Sharded
 from tests.runtime import models
 from tests.runtime.jobs import Found, kept, refusal, tp
@@ -133,7 +133,10 @@ def other_states(name: str) -> Found:
     _forget(apart)
     apart.load_state_dict(wanted)
     up: Any = state["up.weight"]
-    other = {**state, "up.weight": Sharded(torch.zeros(12, 3), Place("down", up.shape, _by_rows(), model.world.ranks))}
+    other = {
+        **state,
+        "up.weight": Sharded(torch.zeros(12, 3), ShardSpec("down", up.shape, _by_rows(), model.world.ranks)),
+    }
     some = {n: value for n, value in state.items() if n != "up.bias"} | {"extra": torch.ones(1)}
     return {
         "wanted": wanted,

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, V, shard
-from fxpar.layout.symbols import Size, symbol
+from fxpar.layout.symbolic_sizes import Size, symbol
 from fxpar.ops import OPERATORS
 from fxpar.ops.coercions import reduce_from
 from fxpar.ops.functions import function

@@ -21,7 +21,7 @@ from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, note
 from fxpar.text.parsing import parse_program
-from fxpar.verify.simulate import Run
+from fxpar.verify.simulate_ranks import SimulationResult
 from fxpar.verify.static import STATIC
 from fxpar.verify.values import ValueReport, call_inputs, program_state, reference_run, verify_values
 from tests.zoo import CASES, Case
@@ -34,7 +34,7 @@ class Known:
     captured: Program
     state: dict[str, Tensor]
     inputs: dict[str, Tensor]
-    reference: Run
+    reference: SimulationResult
 
     def compare(self, program: Program) -> ValueReport:
         """A localised program of this model against the single device."""
@@ -106,7 +106,9 @@ def prepared(name: str) -> Prepared:
     return Prepared(*_run(captured, model, batch), case)
 
 
-def _run(captured: Captured, model: nn.Module, batch: Any) -> tuple[Program, dict[str, Tensor], dict[str, Tensor], Run]:
+def _run(
+    captured: Captured, model: nn.Module, batch: Any
+) -> tuple[Program, dict[str, Tensor], dict[str, Tensor], SimulationResult]:
     state, inputs = program_state(captured.program, model), call_inputs(captured, model, batch)
     return captured.program, state, inputs, reference_run(captured.program, state, inputs)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fxpar.errors import LayoutError, TextError
-from fxpar.program.gradients import carried
+from fxpar.program.grad_flow import carried
 from fxpar.program.program import operands, output_layouts, output_types, update
 from fxpar.rules.inference import Context, infer_node
 from fxpar.text.parsing import parse_program

@@ -1,7 +1,7 @@
 """Phases of a step, judged by values: an executor that runs each phase when the runtime does, and edits of phases.
 
 Enters: a model, a plan and batches. Leaves: the gradients of all microbatches together, of the step and of edits of it.
-The executor shares nothing with `fxpar.verify.microbatches`: it looks each value up where a rank would have it.
+The executor shares nothing with `fxpar.verify.microbatch_phases`: it looks each value up where a rank would have it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fxpar.program.program import Program, ScalarType, has_note, note, output_la
 from fxpar.program.regions import inlined
 from fxpar.program.step import PARAMETER, PHASES, is_gradient, output_of, parameter_gradients
 from fxpar.verify.promote import promote
-from fxpar.verify.simulate import coordinates, simulated_world, symbol_values
+from fxpar.verify.simulate_ranks import coordinates, simulated_world, symbol_values
 from fxpar.verify.values import call_inputs, program_state, reference_run, rng_state
 
 ALLOWED = 1e-9  # of the largest gradient

@@ -17,17 +17,17 @@ from torch import Tensor, fx
 
 from fxpar.errors import FxparError
 from fxpar.layout.layout import Layout
-from fxpar.layout.symbols import evaluate
+from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops import Operator
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import sum_gradients
 from fxpar.ops.random import axis_index
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program.program import Program, TensorType, operands, output_layouts, output_types, update
+from fxpar.verify.global_reading import whole_arguments
 from fxpar.verify.promote import promote, wide
-from fxpar.verify.simulate import Run, run_ranks, run_single, step_of, symbol_values
+from fxpar.verify.simulate_ranks import SimulationResult, run_ranks, run_single, step_of, symbol_values
 from fxpar.verify.values import ValueReport, compare, rng_state
-from fxpar.verify.whole import whole_arguments
 
 # What an accepted program may still raise when it runs.
 RAISED = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AssertionError, NotImplementedError)
@@ -136,5 +136,5 @@ def _attempt(run: Callable[[], _Result]) -> _Result | str:
         return _OUTSIDE if _NO_WORD.search(text) else re.sub(r"\d+", "…", text)
 
 
-def _shown(result: Run | list[Run] | str) -> str:
+def _shown(result: SimulationResult | list[SimulationResult] | str) -> str:
     return result if isinstance(result, str) else "runs"

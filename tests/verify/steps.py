@@ -18,7 +18,7 @@ from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, has_note, note, output_node, set_note
 from fxpar.program.regions import inlined
 from fxpar.program.step import is_forward, is_gradient
-from fxpar.verify.simulate import Run
+from fxpar.verify.simulate_ranks import SimulationResult
 from fxpar.verify.values import call_inputs, program_state, reference_run, verify_values
 
 Edit = tuple[str, Program]
@@ -56,7 +56,7 @@ class Trial:
         self.step = inlined(compile_step(compiled.program, compiled.program.outputs, ("loss",), trained))
         self.state = program_state(self.captured, model)
         self.inputs = call_inputs(compiled.captured, model, batch)
-        self.reference: Run = reference_run(self.captured, self.state, self.inputs)
+        self.reference: SimulationResult = reference_run(self.captured, self.state, self.inputs)
 
     def is_right(self, program: Program) -> bool:
         """Whether all ranks give the gradients of one device."""

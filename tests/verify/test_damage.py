@@ -10,7 +10,7 @@ import torch
 from fxpar.compile import compile_model, compile_step
 from fxpar.errors import CheckFailed, FxparError
 from fxpar.manager import PassManager
-from fxpar.passes.step import step_passes
+from fxpar.passes.training_passes import step_passes
 from fxpar.plan.plan import Plan
 from fxpar.program.stages import stages_of
 from fxpar.text.parsing import parse_program

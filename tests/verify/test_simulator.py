@@ -16,19 +16,19 @@ from fxpar.errors import CheckFailed
 from fxpar.layout.layout import Piece, Placement, fits
 from fxpar.layout.shard_segments import pieces_of
 from fxpar.layout.shards import block, whole
-from fxpar.layout.symbols import shape_text
+from fxpar.layout.symbolic_sizes import shape_text
 from fxpar.ops.coercion_table import coercion
 from fxpar.ops.coercions import CONJUGATE, all_reduce, reduce_from
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
 from fxpar.oracle.ranks import agree_gradient, place_gradient
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program.coercions import at_rest, dual
+from fxpar.program.placements import at_rest, dual
 from fxpar.program.program import Program, operands
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import placement_text
 from fxpar.verify.promote import promote, wide
-from fxpar.verify.simulate import run_ranks, simulated_world, step_of, symbol_values
+from fxpar.verify.simulate_ranks import run_ranks, simulated_world, step_of, symbol_values
 from fxpar.verify.values import compare, rng_state
 from tests.verify.cases import prepared, program
 

@@ -17,7 +17,7 @@ from fxpar.plan.plan import Plan
 from fxpar.program.program import Program
 from fxpar.text.parsing import parse_program
 from fxpar.verification import expect, verify
-from fxpar.verify.simulate import Run
+from fxpar.verify.simulate_ranks import SimulationResult
 from fxpar.verify.values import check_capture, compare, reference_run, verify_values
 from tests.verify.cases import prepared, program, sequence
 
@@ -81,9 +81,9 @@ def test_a_gradient_that_nothing_makes_is_named() -> None:
     assert report.worst == "gradients of up.bias"
 
 
-def run_of(outputs: dict[str, Tensor], gradients: dict[str, Tensor] | None = None) -> Run:
+def run_of(outputs: dict[str, Tensor], gradients: dict[str, Tensor] | None = None) -> SimulationResult:
     """What a rank of `PLAIN` computed."""
-    return Run(outputs, gradients or {"w": torch.ones(4, 2, dtype=torch.float64)})
+    return SimulationResult(outputs, gradients or {"w": torch.ones(4, 2, dtype=torch.float64)})
 
 
 PLAIN = parse_program(

@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 
 from fxpar.errors import InputError
 from fxpar.runtime.deferred_grad_sync import Waiting
+from fxpar.runtime.expert_loads import Loads
 from fxpar.runtime.forward_backward import Bound
+from fxpar.runtime.graphs.graph_cache import Graphs, key_of
 from fxpar.runtime.graphs.optimizer import check_optimizer, state_of
 from fxpar.runtime.graphs.partial import Static
 from fxpar.runtime.graphs.pool import Pool, Recording
-from fxpar.runtime.graphs.table import Graphs, key_of
-from fxpar.runtime.loads import Loads
-from fxpar.runtime.randomness import RandomState
+from fxpar.runtime.random_state import RandomState
 from fxpar.runtime.runner import Prepared
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fxpar.errors import InputError
 from fxpar.ops.products import Destination
-from fxpar.runtime.calls import ForwardCalls, Place, StepCalls, UnitCall, Values
+from fxpar.runtime.calls import ForwardCalls, GradientSink, StepCalls, UnitCall, Values
 from fxpar.runtime.graphs.pool import Flight, Pool, Recording
 
 _FLIGHT = "flight"
@@ -167,7 +167,9 @@ class GraphedStep:
             self._pool.scramble(self._static.tensors.values(), self._backward.graphs, self._backward.reads)
         return outputs, {_FLIGHT: flight}
 
-    def backward(self, saved: Values, tangents: Mapping[str, Tensor], place: Place | None = None) -> dict[str, Tensor]:
+    def backward(
+        self, saved: Values, tangents: Mapping[str, Tensor], place: GradientSink | None = None
+    ) -> dict[str, Tensor]:
         """See `Runnable`. Of what is placed the places; of all else copies."""
         saved.clear()
         if self._forward is None:
@@ -213,17 +215,17 @@ class GraphedStep:
 class Noting:
     """Puts gradients where `place` does, and notes which are `there`; what is left to hooks stays in the pool."""
 
-    place: Place
+    place: GradientSink
     there: list[Tensor]
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """See `Place`."""
+        """See `GradientSink`."""
         placed = self.place(gradients)
         self.there.extend(value for name, value in placed.items() if self.destination(name) is not None)
         return placed
 
     def destination(self, name: str) -> Destination | None:
-        """See `Place`."""
+        """See `GradientSink`."""
         return self.place.destination(name)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.errors import InputError
-from fxpar.runtime.calls import Place, StepCalls, Values
+from fxpar.runtime.calls import GradientSink, StepCalls, Values
 from fxpar.runtime.graphs.partial import Noting, copied
 from fxpar.runtime.graphs.pool import Flight, Pool
 
@@ -24,7 +24,7 @@ _WHERE = "CudaGraphs('transformer_engine')"
 _FLIGHT, _OUTPUTS = "flight", "outputs"
 
 
-class _Step(torch.autograd.Function):
+class _StepFunction(torch.autograd.Function):
     """Forward and backward of a step, whose gradients are no results of autograd's."""
 
     @staticmethod
@@ -45,7 +45,7 @@ class _Step(torch.autograd.Function):
         return None, torch.zeros((), device=tangents[0].device), *[None for _ in owner.inputs]
 
 
-class _Module(nn.Module):
+class _StepModule(nn.Module):
     """A step as Transformer Engine takes it."""
 
     def __init__(self, owner: EngineStep) -> None:
@@ -54,7 +54,7 @@ class _Module(nn.Module):
 
     def forward(self, handle: Tensor, *inputs: Tensor) -> Any:
         """The outputs."""
-        return _Step.apply(self._owner, handle, *inputs)  # type: ignore[no-untyped-call]
+        return _StepFunction.apply(self._owner, handle, *inputs)  # type: ignore[no-untyped-call]
 
 
 class EngineStep:
@@ -75,7 +75,7 @@ class EngineStep:
         self.outputs = tuple(calls.step.results)
         self.values: Values = {}
         self.sizes: Mapping[str, int] = {}
-        self.placing: Place | None = None
+        self.placing: GradientSink | None = None
         self._placed: list[Tensor] = []
         self.found: dict[str, Tensor] = {}
         self._pool = pool
@@ -99,7 +99,9 @@ class EngineStep:
         outputs = dict(zip(self.outputs, tensors, strict=True))
         return {name: value.detach().clone() for name, value in outputs.items()}, {_OUTPUTS: outputs, _FLIGHT: flight}
 
-    def backward(self, saved: Values, tangents: Mapping[str, Tensor], place: Place | None = None) -> dict[str, Tensor]:
+    def backward(
+        self, saved: Values, tangents: Mapping[str, Tensor], place: GradientSink | None = None
+    ) -> dict[str, Tensor]:
         """See `Runnable`. Of what is placed the places; of all else copies."""
         saved.pop(_FLIGHT)
         if self._graphed is None:
@@ -122,7 +124,7 @@ class EngineStep:
         sample = tuple(self.values[name].clone() for name in self.inputs)
 
         with torch.enable_grad():
-            module = _Module(self)
+            module = _StepModule(self)
             self._graphed = engine.make_graphed_callables(module, (self._handle, *sample), allow_unused_input=True)
 
     def reset(self) -> None:

@@ -1,0 +1,99 @@
+"""What a rank holds of parameters, and what an optimizer adds.
+
+Enters: a program with layouts. Leaves: bytes of each parameter on each rank, exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+
+from fxpar.layout.layout import Layout, Placement, share_of
+from fxpar.layout.nesting import local_shape
+from fxpar.layout.shards import real_part
+from fxpar.program.mixed import held_type, is_copy
+from fxpar.program.program import Parameter, Program, output_layouts
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """What an optimizer keeps for a parameter with a gradient.
+
+    Attributes:
+        copies: tensors like the parameter.
+        extra: further bytes (Adam counts its steps in one float32).
+    """
+
+    copies: int
+    extra: int = 0
+
+    def bytes(self, size: int) -> int:
+        """Of the state of a parameter of so many bytes."""
+        return self.copies * size + self.extra
+
+
+OPTIMIZERS: Mapping[str, OptimizerKind] = MappingProxyType(
+    {
+        "adamw": OptimizerKind(2, 4),
+        "sgd": OptimizerKind(0),
+        "sgd-momentum": OptimizerKind(1),
+        "none": OptimizerKind(0),
+    }
+)
+
+
+@dataclass(frozen=True)
+class ParameterBytes:
+    """Bytes of one parameter on one rank; the last three are parts of the first."""
+
+    bytes: int
+    whole: int
+    shared: int
+    padding: int
+
+
+def local_elements(program: Program, parameter: Parameter) -> int:
+    """Elements that a rank holds, padding included: equally many on every rank."""
+    layout = output_layouts(program.node(parameter.node))[0]
+    return prod(int(size) for size in local_shape(parameter.type.shape, layout, program.axes))
+
+
+def held_bytes(program: Program, parameter: Parameter) -> int:
+    """Of a parameter as the module holds it."""
+    return local_elements(program, parameter) * held_type(program.plan, parameter.type).dtype.itemsize
+
+
+def copy_bytes(program: Program, parameter: Parameter) -> int:
+    """Of the copy that the program runs on, where the module holds main values."""
+    kind = parameter.type
+    return local_elements(program, parameter) * kind.dtype.itemsize if is_copy(program.plan, kind) else 0
+
+
+def held_by(program: Program, parameter: Parameter, place: Mapping[str, int]) -> ParameterBytes:
+    """What the rank at a place holds."""
+    layout = output_layouts(program.node(parameter.node))[0]
+    size, elements = held_type(program.plan, parameter.type).dtype.itemsize, local_elements(program, parameter)
+    cuts = [(axis, placement) for axis, placement in layout if placement.is_shard]
+    if not cuts:
+        return ParameterBytes(elements * size, elements * size, 0, 0)
+    shared, padding = 0, 0
+    for axis, placement in cuts:
+        row = elements // _length(program, parameter, layout, placement)
+        shared = max(shared, row * _shared(placement, program.axes[axis]))
+        padding += row * _padding(placement, program.axes[axis], place[axis])
+    return ParameterBytes(elements * size, 0, shared * size, padding * size)
+
+
+def _length(program: Program, parameter: Parameter, layout: Layout, placement: Placement) -> int:
+    return int(local_shape(parameter.type.shape, layout, program.axes)[placement.dim])
+
+
+def _shared(placement: Placement, n: int) -> int:
+    """Elements of a rank's part of the dimension that another rank holds too."""
+    return sum(int(share_of(p, n) or 0) for p in placement.pieces if not p.sharded or p.copies > 1)
+
+
+def _padding(placement: Placement, n: int, rank: int) -> int:
+    return sum(p.padded // n - real_part(p, n, rank)[1] for p in placement.pieces if p.padded)

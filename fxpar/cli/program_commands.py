@@ -1,0 +1,259 @@
+"""Commands that make programs: trace, passes, run.
+
+Enters: a model or a program's text. Leaves: texts, and what the passes did.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fxpar.cli.common_options import Passes, Request, command
+from fxpar.cli.output import CommandResult, Ui, print_table, print_text, table, write_text
+from fxpar.cli.stage_programs import OfStage, check_stage, run_stage
+from fxpar.mesh.purpose import Cuts
+from fxpar.program.properties import Property
+
+if TYPE_CHECKING:
+    from fxpar.manager import Pass
+    from fxpar.program.program import Program
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands of this file."""
+    command(app, "trace")(trace)
+    command(app, "passes")(passes)
+    command(app, "run")(run)
+
+
+def trace(
+    ui: Ui,
+    request: Request,
+    out: Annotated[str | None, typer.Option(metavar="FILE", help="write the text here and print a summary")] = None,
+) -> CommandResult:
+    """Captures a model and prints the program's text, one line a node."""
+    from fxpar.cli.files import open_start
+    from fxpar.text.printing import print_program
+
+    start = open_start(ui, request)
+    text = print_program(start.program)
+    if out is not None:
+        write_text(Path(out), text)
+    document = _summary(start.program, start.captured.how if start.captured else "text")
+
+    def show(stdout: Console) -> None:
+        if out is None:
+            print_text(stdout, text)
+        else:
+            _show_summary(stdout, start.name, document)
+
+    return CommandResult(document, show)
+
+
+def _summary(program: Program, how: str) -> dict[str, Any]:
+    """What was captured: counts, names, and operators that no rule can split."""
+    from collections import Counter
+
+    from fxpar.passes.canonicalize import canonicalize
+    from fxpar.program.program import note
+    from fxpar.report.reasons import without_rule
+    from fxpar.text.printing import target_name
+
+    canonical = program if Property.CANONICAL in program.properties else canonicalize(program.copy())
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    return {
+        "how": how,
+        "nodes": len(program.graph.nodes),
+        "parameters": sum(p.kind == "parameter" for p in program.parameters),
+        "inputs": [i.path for i in program.inputs],
+        "outputs": list(program.outputs),
+        "symbols": {s.name: {"input": s.path, "dim": s.dim, "example": s.example} for s in program.symbols},
+        "loss": program.loss,
+        "operators": dict(sorted(Counter(target_name(node).partition("[")[0] for node in calls).items())),
+        "without_rule": without_rule(canonical),
+        "recompute_regions": len({note(node).recompute for node in calls} - {0}),
+    }
+
+
+def _show_summary(stdout: Console, name: str, document: dict[str, Any]) -> None:
+    facts = table("fact", "value")
+    for key in ("how", "nodes", "parameters", "recompute_regions"):
+        facts.add_row(key.replace("_", " "), str(document[key]))
+    for key in ("inputs", "outputs", "without_rule"):
+        facts.add_row(key.replace("_", " "), ", ".join(document[key]) or "none")
+    sizes = [f"{s} = {v['input']}.{v['dim']} (here {v['example']})" for s, v in document["symbols"].items()]
+    facts.add_row("symbols", ", ".join(sizes) or "none")
+    facts.add_row("loss", document["loss"] or "none")
+    print_table(stdout, name, facts)
+    counts = table("operator", "count", right=("count",))
+    for operator, count in sorted(document["operators"].items(), key=lambda item: (-item[1], item[0])):
+        counts.add_row(operator, str(count))
+    print_table(stdout, "\noperators", counts)
+
+
+def passes(ui: Ui, passes: Passes = None) -> CommandResult:
+    """Lists the passes in the order in which they run, with their contracts; then those of the training step."""
+    from fxpar.cli.models import load_passes
+    from fxpar.passes.training_passes import STEP_PASSES
+
+    document = [_contract(item) for item in (*load_passes(passes), *STEP_PASSES)]
+
+    def show(stdout: Console) -> None:
+        listing = table("name", "contract", "summary", whole=("name",))
+        for entry in document:
+            lines = [f"{key} {', '.join(entry[key])}" for key in ("requires", "provides", "invalidates") if entry[key]]
+            lines.append(f"preserves {entry['preserves']}")
+            lines += [f"where {entry['when']}"] if entry["when"] else []
+            listing.add_row(entry["name"], "\n".join(lines), entry["summary"])
+            listing.add_section()
+        print_table(stdout, "passes", listing)
+
+    return CommandResult(document, show)
+
+
+def _contract(item: Pass) -> dict[str, Any]:
+    return {
+        "name": item.name,
+        "requires": sorted(item.requires),
+        "provides": sorted(item.provides),
+        "invalidates": sorted(item.invalidates),
+        "preserves": item.preserves,
+        "when": item.condition,
+        "summary": item.summary,
+    }
+
+
+def run(
+    ui: Ui,
+    request: Request,
+    until: Annotated[str | None, typer.Option(metavar="PASS", help="stop after this pass")] = None,
+    dump: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="write NN-pass.txt after each pass, and what checks by value need"),
+    ] = None,
+    print_after: Annotated[
+        list[str] | None, typer.Option(metavar="PASS", help="print the text after this pass; repeatable")
+    ] = None,
+    print_final: Annotated[bool, typer.Option("--print", help="print the text after the last pass")] = False,
+    step: Annotated[bool, typer.Option("--step", help="make the training step too, forward and backward")] = False,
+    passes: Passes = None,
+    of_stage: OfStage = None,
+) -> CommandResult:
+    """Runs the passes on a model, or the ones that are left on a text, with a static check after each.
+
+    Those of the training step run with --step, or where one of them is named; of a pipeline with --of-stage, on the
+    program of that stage.
+    """
+    from fxpar.cli.files import compared, open_start, run_passes
+    from fxpar.cli.models import load_passes
+    from fxpar.passes.training_passes import STEP_PASSES
+    from fxpar.text.printing import print_program
+
+    chosen = load_passes(passes)
+    named = {name for name in (until, *(print_after or ())) if name is not None}
+    step = step or not named <= {item.name for item in chosen}
+    if step:
+        chosen = (*chosen, *(item for item in STEP_PASSES if item not in chosen))
+    start = open_start(ui, request)
+    is_step = step and (until or "") not in {item.name for item in chosen if item not in STEP_PASSES}
+    check_stage(start, of_stage, needed=is_step)
+    findings = compared(ui, start)
+    folder, printed = Path(dump) if dump is not None else None, print_after or ()
+    if of_stage is None:
+        program, texts = run_passes(ui, start, chosen, until, folder, printed)
+    else:
+        program, texts = run_stage(ui, start, chosen, of_stage, step=step, until=until, folder=folder, wanted=printed)
+    share = warn_unsplit(ui, program)
+    document: dict[str, Any] = {
+        "passes": [vars(record) for record in program.history],
+        "nodes": len(program.graph.nodes),
+        "properties": sorted(program.properties),
+        "split_flops": share,
+        **whole(program),
+        "findings": list(findings),
+        "dump": dump,
+        "texts": texts,
+    }
+    final = print_program(program) if print_final else ""
+    if print_final:
+        document["text"] = final
+
+    def show(stdout: Console) -> None:
+        for name, text in texts.items():
+            stdout.print(f"# after {name}")
+            print_text(stdout, text)
+        _show_passes(stdout, start.name, program, share, dump, findings)
+        print_text(stdout, final)
+
+    return CommandResult(document, show)
+
+
+def _show_passes(
+    stdout: Console, name: str, program: Program, share: float | None, dump: str | None, findings: tuple[str, ...]
+) -> None:
+    columns = ("time", "added", "erased", "changed")
+    listing = table("pass", *columns, right=columns)
+    for record in program.history:
+        counts = [str(len(names)) for names in (record.added, record.erased, record.changed)]
+        listing.add_row(record.name, f"{1000 * record.seconds:.0f} ms", *counts)
+    print_table(stdout, name, listing)
+    split = "" if share is None else f"; {share:.1%} of the matrix FLOPs are split over {program.plan.splitting} ranks"
+    stdout.print(f"{len(program.graph.nodes)} nodes; {', '.join(sorted(program.properties)) or 'no properties'}{split}")
+    for line in (*findings, *whole_lines(whole(program))):
+        stdout.print(line, soft_wrap=True)
+    if dump is not None:
+        stdout.print(f"texts in {dump}")
+
+
+def whole(program: Program) -> dict[str, Any]:
+    """What is left whole: matrices with the reason, and operators without a rule. Empty before there are layouts.
+
+    `uncounted` are operators that may multiply matrices and are no part of the share of FLOPs that is split.
+    """
+    from fxpar.analysis.flops import uncounted
+    from fxpar.program.regions import inlined
+    from fxpar.report.reasons import unsplit, without_rule
+
+    if Property.LAYOUTS not in program.properties or not program.plan.axes_for(Cuts.FEATURES):
+        return {"unsplit": {}, "without_rule": [], "uncounted": {}}
+    program = inlined(program)
+    return {
+        "unsplit": dict(unsplit(program)),
+        "without_rule": without_rule(program),
+        "uncounted": uncounted(program),
+    }
+
+
+def whole_lines(document: dict[str, Any]) -> list[str]:
+    """The same in words: parameters by reason, the first few of each."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in document["unsplit"].items():
+        reasons.setdefault(reason, []).append(name)
+    lines = [f"whole on every rank: {_few(names)} ({reason})" for reason, names in reasons.items()]
+    if document["without_rule"]:
+        lines.append(f"operators without a rule, whole on every rank: {_few(document['without_rule'])}")
+    if document["uncounted"]:
+        calls = [f"{name} ({count})" for name, count in document["uncounted"].items()]
+        lines.append(f"not counted as matrix FLOPs, for what they multiply is not known: {_few(calls)}")
+    return lines
+
+
+def _few(names: list[str], most: int = 4) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+def warn_unsplit(ui: Ui, program: Program) -> float | None:
+    """Share of the matrix FLOPs that is split, None before there are layouts or axes; warns where it is zero."""
+    from fxpar.analysis.parallel_fraction import split_flops
+    from fxpar.program.regions import inlined
+
+    if Property.LAYOUTS not in program.properties or not program.plan.axes_for(Cuts.FEATURES):
+        return None
+    share = split_flops(inlined(program))
+    if share == 0:
+        ui.warn(f"no matrix product is split: each of the {program.plan.splitting} ranks computes everything")
+    return share

@@ -1,0 +1,60 @@
+"""The load of experts in the last step: kept on the device, read when somebody asks.
+
+Enters: what each microbatch's step says of its experts' rows. Leaves: the numbers of all ranks, behind one small
+collective a step; nothing waits for them before they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fxpar.mesh.purpose import Cuts
+from fxpar.ops.collectives import arrived, start_gather
+from fxpar.plan.plan import Plan
+from fxpar.program.expert_load_outputs import is_dropped, is_load, module_of_load
+from fxpar.report.load_balance import ExpertLoad, expert_loads
+from fxpar.runtime.world import World
+
+
+@dataclass(frozen=True)
+class Loads:
+    """The load of one step.
+
+    Attributes:
+        names: of the outputs that say it.
+        own: experts of a rank in each of these layers.
+        dropped: of the outputs that say how many rows were dropped.
+        counts: i64 [ranks, experts of a rank in all these layers, and behind them what each rank dropped in each].
+    """
+
+    names: tuple[str, ...]
+    own: tuple[int, ...]
+    dropped: tuple[str, ...]
+    counts: Tensor
+
+    def read(self, plan: Plan) -> tuple[ExpertLoad, ...]:
+        """The numbers; waits for the device."""
+        *parts, lost = self.counts.cpu().split([*self.own, len(self.dropped)], dim=1)
+        names = [module_of_load(name) for name in self.names]
+        layers = [part.tolist() for part in parts]
+        dropped = dict(zip(map(module_of_load, self.dropped), lost.sum(0).tolist(), strict=True))
+        return expert_loads(names, layers, plan.axes, plan.mesh.holders, plan.axes_for(Cuts.BATCH), dropped)
+
+
+def gathered(parts: Sequence[Mapping[str, Tensor]], world: World, plan: Plan) -> Loads | None:
+    """The load of a step on all ranks; None where no rank holds other experts than another.
+
+    Args:
+        parts: of each microbatch what it says of rows, by name of the output.
+    """
+    names, dropped = (tuple(filter(which, parts[0])) if parts else () for which in (is_load, is_dropped))
+    if not names:
+        return None
+    summed = [torch.stack([part[name].flatten() for part in parts]).sum(0) for name in (*names, *dropped)]
+    group = world.groups["-".join(plan.axes)]
+    counts = arrived(start_gather(torch.cat(summed), group))
+    return Loads(names, tuple(len(load) for load in summed[: len(names)]), dropped, counts)

@@ -1,0 +1,268 @@
+"""Gradients in the memory in which optimizers find them: buffers whose addresses never change.
+
+Enters: gradients of a step by parameter. Leaves: `.grad` of the parameters. After `zero_grad(set_to_none=True)` a
+buffer is overwritten, else added to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpar.ops.products import Destination
+from fxpar.runtime.tensor_addresses import TensorAddresses
+from fxpar.state.sharded_parameter import leaf_of
+from fxpar.state.stage_gradient import StageGradient
+
+# Asked of all parameters at each step, in one call each.
+_GRADIENT, _HOOKS = attrgetter("grad"), attrgetter("_backward_hooks")
+_HOOKS_BEHIND = attrgetter("_post_accumulate_grad_hooks")
+
+
+@dataclass(frozen=True)
+class _Added:
+    """Gradients to which a step adds in their own buffers.
+
+    Attributes:
+        leaves: of which.
+        inside: as of `Buffers.state`.
+        gradients: of each.
+        placed: where these lie.
+        state: of them.
+    """
+
+    leaves: Mapping[str, Tensor]
+    inside: bool
+    gradients: list[Tensor]
+    placed: TensorAddresses
+    state: Hashable
+
+    def holds(self, leaves: Mapping[str, Tensor], inside: bool, gradients: list[Any]) -> bool:
+        """Whether it is so still."""
+        is_same = self.leaves is leaves and self.inside == inside and all(map(is_, gradients, self.gradients))
+        return is_same and self.placed.holds(gradients)
+
+
+def _nothing_added() -> _Added:
+    return _Added({}, False, [], TensorAddresses([]), None)
+
+
+@dataclass(frozen=True)
+class Placing:
+    """Puts gradients of these leaves into their buffers (`fxpar.runtime.calls.GradientSink`)."""
+
+    buffers: Buffers
+    leaves: Mapping[str, Tensor]
+
+    def __call__(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """See `Buffers.placed`."""
+        return self.buffers.placed(self.leaves, gradients)
+
+    def destination(self, name: str) -> Destination | None:
+        """See `Buffers.destination`."""
+        return self.buffers.destination(self.leaves, name)
+
+
+class Buffers:
+    """Gradients of a module's parameters, made when they first have one.
+
+    Args:
+        graphed: whether steps are replayed. What somebody else made a gradient (autograd, or the user) lies elsewhere
+            in each step: a step leaves its own in the buffer then, and it is added behind, where no graph knows of it.
+        of_stage: whether other ranks of a pipeline have the rest.
+
+    Attributes:
+        is_hooked: whether at the last look at their `state` something hooked one.
+    """
+
+    is_hooked = True
+
+    def __init__(self, graphed: bool = False, of_stage: bool = False) -> None:
+        self._of_stage = of_stage
+        self._graphed = graphed
+        self._buffers: dict[str, Tensor] = {}
+        # Shape, type and device of each: those that know their stage are asked by Python.
+        self._kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
+        self._looked_at: Mapping[str, Tensor] = {}
+        # At the last look: whether none was there, or all were in their buffers.
+        self._is_fresh, self._added = False, _nothing_added()
+        self._is_added = False
+        self._remade = 0  # how often buffers were made anew: graphs know the old ones
+        # What `attach` was given last, and the tensors of it with their buffers.
+        self._attached: tuple[Any, Any, list[tuple[Tensor, Tensor]]] = ((), (), [])
+
+    @torch.no_grad()
+    def placed(self, leaves: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients in the memory where they will be: what they were in can be freed at once.
+
+        Where there are gradients already, they are added to those. What a hook is to see first, and may keep, is left
+        where it is.
+
+        Args:
+            leaves: the parameters' tensors by name.
+            gradients: of some, of this rank's whole step.
+        """
+        placed, moved, added = dict(gradients), list[str](), list[str]()
+        for name, gradient in gradients.items():
+            place = self.destination(leaves, name)
+            if place is None:
+                continue
+            placed[name] = place.tensor
+            if place.tensor.data_ptr() != gradient.data_ptr() or not gradient.numel():  # else it was written there
+                (added if place.adds else moved).append(name)
+        for names, function in ((moved, torch._foreach_copy_), (added, torch._foreach_add_)):
+            if names:
+                function([placed[name] for name in names], [gradients[name] for name in names])
+        return placed
+
+    def destination(self, leaves: Mapping[str, Tensor], name: str) -> Destination | None:
+        """Where the gradient of a parameter is to stay; None where a hook is to see it first."""
+        leaf = leaves[name]
+        if leaf._backward_hooks:
+            return None
+        if leaf.grad is None or self._is_apart(name, leaf):
+            return Destination(self._buffer(name, leaf), adds=False)
+        return Destination(leaf.grad, adds=True)
+
+    def state(self, leaves: Mapping[str, Tensor], inside: bool = False) -> Hashable:
+        """Equal where gradients are placed alike: over what is there or added to it, at the same addresses.
+
+        Strides too: what is transposed has the address of what it is made of. Buffers are made here: one made while a
+        graph is recorded would lie in its pool.
+
+        Args:
+            leaves: another mapping where a parameter is exchanged or lies elsewhere.
+            inside: all is added in the graph.
+        """
+        every = leaves.values()
+        self.is_hooked = any(map(_HOOKS, every)) or any(map(_HOOKS_BEHIND, every))
+        gradients = list(map(_GRADIENT, every))
+        self._is_fresh = not self.is_hooked and all(map(is_, gradients, repeat(None)))
+        self._is_added = not self.is_hooked and not self._is_fresh and self._added.holds(leaves, inside, gradients)
+        # The common cases, of which no buffer need be looked at: all were, and nothing has changed.
+        if self._is_fresh and leaves is self._looked_at:
+            return self._remade or None
+        if self._is_added:
+            return self._added.state
+        if self._graphed:
+            self._leave(leaves)
+        places = tuple([self._state(name, leaf, inside) for name, leaf in leaves.items()])
+        state = self._remade or None if all(place is None for place in places) else (self._remade, places)
+        self._looked_at = leaves if self._is_fresh else {}
+        if not self.is_hooked and all(self._buffers.get(n) is g for n, g in zip(leaves, gradients, strict=True)):
+            self._added = _Added(leaves, inside, gradients, TensorAddresses(gradients), state)
+        return state
+
+    def _leave(self, leaves: Mapping[str, Tensor]) -> None:
+        """Makes no more use of buffers that the user has made other parameters' gradients."""
+        owners = {_storage(buffer): name for name, buffer in self._buffers.items() if buffer.numel()}
+        for name, leaf in leaves.items():
+            owner = None if leaf.grad is None else owners.get(_storage(leaf.grad))
+            if owner is not None and owner != name and owner in self._buffers:
+                del self._buffers[owner]
+                self._remade += 1
+                self._looked_at, self._attached, self._added = {}, ((), (), []), _nothing_added()
+
+    def _state(self, name: str, leaf: Tensor, inside: bool) -> Hashable:
+        if leaf._backward_hooks:
+            return "hooked"  # and added behind what the hook makes of it
+        is_apart = self._is_apart(name, leaf)
+        if leaf.grad is None or is_apart:
+            self._buffer(name, leaf)
+        if leaf.grad is None or (is_apart and not inside):
+            return None if leaf.grad is None else "apart"
+        return leaf.grad.data_ptr(), leaf.grad.stride()
+
+    @torch.no_grad()
+    def add(self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], behind: bool = False) -> None:
+        """Adds gradients to those of the parameters, with the hooks that autograd would call.
+
+        Args:
+            parameters: by name.
+            gradients: of some, as each rank has them; those of `placed` are where they belong.
+            behind: `attach` adds, behind the graph in which this is, what is added behind it.
+        """
+        fresh: list[tuple[Tensor, Tensor]] = []
+        more: list[tuple[Tensor, Tensor]] = []
+        for name, unhooked in gradients.items():
+            leaf = leaf_of(parameters[name])
+            if leaf.grad is not None and unhooked.data_ptr() == leaf.grad.data_ptr():  # added already
+                continue
+            gradient = _hooked(leaf, unhooked)
+            if leaf.grad is None:
+                leaf.grad = self._buffer(name, leaf)
+                if gradient is not leaf.grad:
+                    fresh.append((leaf.grad, gradient))
+            elif behind and self._is_apart(name, leaf):
+                buffer = self._buffer(name, leaf)
+                if gradient is not buffer:
+                    fresh.append((buffer, gradient))
+            else:
+                more.append((leaf.grad, gradient))
+        for pairs, function in ((fresh, torch._foreach_copy_), (more, torch._foreach_add_)):
+            if pairs:
+                function([buffer for buffer, _ in pairs], [gradient for _, gradient in pairs])
+
+    @torch.no_grad()
+    def attach(self, leaves: Mapping[str, Tensor], names: Iterable[str]) -> None:
+        """Gives leaves that have no gradients their buffers, in which they are, and adds what is added behind."""
+        if self._is_added:
+            return
+        if self._is_fresh:
+            if self._attached[0] is not leaves or self._attached[1] is not names:
+                self._attached = (leaves, names, [(leaves[name], self._buffers[name]) for name in names])
+            for leaf, buffer in self._attached[2]:
+                leaf.grad = buffer
+            return
+        more: list[tuple[Tensor, Tensor]] = []
+        for name in names:
+            leaf = leaves[name]
+            if leaf.grad is None:
+                leaf.grad = self._buffers[name]  # that `state` has looked at
+            elif self._is_apart(name, leaf):
+                more.append((leaf.grad, self._buffer(name, leaf)))
+        if more:
+            torch._foreach_add_([grad for grad, _ in more], [buffer for _, buffer in more])
+
+    def _is_apart(self, name: str, leaf: Tensor) -> bool:
+        """Whether a step adds to a parameter's gradient behind its graph."""
+        known = self._buffers.get(name)
+        if not self._graphed or leaf.grad is None:
+            return False
+        return known is None or _storage(known) != _storage(leaf.grad)
+
+    def _buffer(self, name: str, leaf: Tensor) -> Tensor:
+        known, kind = self._buffers.get(name), (leaf.shape, leaf.dtype, leaf.device)
+        if known is None or self._kinds[name] != kind:
+            self._kinds[name] = kind
+            known = torch.empty_like(leaf, memory_format=torch.preserve_format).detach()
+            is_whole = isinstance(leaf, nn.Parameter)  # parts of cut parameters know it by themselves
+            known = self._buffers[name] = known.as_subclass(StageGradient) if self._of_stage and is_whole else known
+            self._attached = ((), (), [])
+        return known
+
+
+def _storage(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
+
+
+def call_hooks(leaves: Mapping[str, Tensor], names: Iterable[str]) -> None:
+    """Calls the hooks of what follows a gradient that is there."""
+    for leaf in [leaf for name in names if (leaf := leaves[name])._post_accumulate_grad_hooks]:
+        for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
+            hook(leaf)
+
+
+def _hooked(leaf: Tensor, gradient: Tensor) -> Tensor:
+    """What the hooks of a tensor make of its gradient."""
+    for hook in list((leaf._backward_hooks or {}).values()):
+        replacement: Any = hook(gradient)
+        if replacement is not None:
+            gradient = replacement
+    return gradient

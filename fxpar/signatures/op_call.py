@@ -1,0 +1,128 @@
+"""Calls: an operation as the rules see it.
+
+Enters: a node with its note. Leaves: its arguments by name, and the `OpCall` that it makes on one mesh axis.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.layout.symbolic_sizes import Size
+from fxpar.program.operators import GraphOperator
+from fxpar.program.program import ScalarType, TensorType, has_note, note, output_types
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """An operation as the rules see it, over global shapes.
+
+    Attributes:
+        target: the operator.
+        arguments: by schema name; tensors are left out, scalars are ints or symbolic sizes.
+        operands: types of the tensor operands, lists flattened.
+        names: the schema name of each operand; the items of a list share one.
+        outputs: types of the tensor outputs.
+        n: ranks of the axis.
+        decides: of an operation that gives indices: whether the program computes with them, and does not just
+            return them.
+        rows: where the plan declares that the operation computes the rows of the batch apart, their number as the axis
+            sees it.
+    """
+
+    target: Any
+    arguments: Mapping[str, Any]
+    operands: tuple[TensorType, ...]
+    names: tuple[str, ...]
+    outputs: tuple[TensorType, ...]
+    n: int
+    decides: bool = False
+    rows: Size | None = None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A non-tensor argument."""
+        return self.arguments.get(name, default)
+
+    def position(self, name: str) -> int | None:
+        """Index of the operand of that schema name, None where it was not passed."""
+        return self.names.index(name) if name in self.names else None
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        kind = note(value).type if has_note(value) else None
+        return kind.value if isinstance(kind, ScalarType) else value
+    if isinstance(value, (list, tuple)):
+        return [_scalar(item) for item in value]
+    return value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, fx.Node) and has_note(value) and isinstance(note(value).type, (TensorType, tuple))
+
+
+def bind_arguments(node: fx.Node) -> dict[str, Any]:
+    """Arguments by name: by schema for operators of torch, by signature for fxpar's, by position elsewhere.
+
+    Given arguments stand in the order of `operands(node)`, defaults behind them.
+    """
+    if isinstance(node.target, torch._ops.OpOverload):
+        names, defaults = _schema(node.target)
+    else:
+        function = node.target.stub if isinstance(node.target, GraphOperator) else node.target
+        code = getattr(function, "__code__", None)
+        if code is None or code.co_flags & 0x04:  # a builtin, or *args
+            return {**{str(i): a for i, a in enumerate(node.args)}, **node.kwargs}
+        names = code.co_varnames[: code.co_argcount]
+        values = getattr(function, "__defaults__", None) or ()
+        defaults = dict(zip(names[len(names) - len(values) :], values, strict=True))
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {**arguments, **{k: v for k, v in defaults.items() if k not in arguments}}
+
+
+@lru_cache(maxsize=4096)
+def _schema(target: torch._ops.OpOverload) -> tuple[Sequence[str], Mapping[str, Any]]:
+    """Names of what an operator of torch takes, and defaults."""
+    arguments = target._schema.arguments
+    return [a.name for a in arguments], {a.name: a.default_value for a in arguments if a.has_default_value()}
+
+
+def call_of(node: fx.Node, n: int) -> OpCall:
+    """The call a node makes, on an axis of n ranks."""
+    kinds: list[TensorType] = []
+    names: list[str] = []
+    plain: dict[str, Any] = {}
+    for name, value in bind_arguments(node).items():
+        items = value if isinstance(value, (list, tuple)) else [value]
+        tensors = [item for item in items if _is_tensor(item)]
+        for item in tensors:
+            for kind in output_types(item):
+                kinds.append(kind)
+                names.append(name)
+        if not tensors:
+            plain[name] = _scalar(value)
+        elif isinstance(value, (list, tuple)):
+            plain[name] = [None if not _is_tensor(item) else item for item in value]
+    return OpCall(node.target, plain, tuple(kinds), tuple(names), output_types(node), n, decides(node))
+
+
+def decides(node: fx.Node) -> bool:
+    """Whether indices that a node finds decide what the forward computes."""
+    kinds = output_types(node)
+    indices = [i for i, kind in enumerate(kinds) if not (kind.is_float or kind.dtype.is_complex)]
+    if len(kinds) > 1:
+        items = [user for user in node.users if user.target is operator.getitem and user.args[1] in indices]
+    else:
+        items = [node] if indices else []
+    # Its gradient goes back to what was found, and computes nothing with it.
+    return any(user.op != "output" and not _is_backward(user) for item in items for user in item.users)
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return has_note(node) and note(node).phase != ""

@@ -1,0 +1,421 @@
+"""All ranks of a program in one CPU process, by PyTorch's LocalTensorMode.
+
+Enters: a localised program, or a step, with whole weights and inputs. Leaves: every rank's outputs and parameter
+gradients. The ranks execute the very operators of the runtime, collectives included, and the backward as it trains;
+only the process group is simulated. One device runs a program of PyTorch's operators under PyTorch's autograd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, maybe_run_for_local_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._mode_utils import no_dispatch
+
+from fxpar.errors import CheckFailed, InputError, PassError
+from fxpar.layout.layout import Layout
+from fxpar.layout.shards import local_block
+from fxpar.layout.symbolic_sizes import evaluate
+from fxpar.manager import PassManager
+from fxpar.mesh.purpose import joined_names
+from fxpar.ops import counter, sdpa
+from fxpar.ops.attention import attention_gradients, saving_attention
+from fxpar.ops.collectives import Group
+from fxpar.ops.lower import Lowered, lower
+from fxpar.passes.differentiate import differentiate, of_outputs
+from fxpar.program.buffer_outputs import is_buffer
+from fxpar.program.program import Program, output_layouts, output_types
+from fxpar.program.properties import Property
+from fxpar.program.stages import Stage, stages_of
+from fxpar.program.step import is_gradient, model_outputs, output_of, parameter_gradients
+from fxpar.verify.microbatch_phases import phases_of
+from fxpar.verify.promote import promote
+from fxpar.verify.stage_dataflow import check_neighbours
+
+# Of hundreds of operators without a collective: one rank after the other runs all of them, as the mode would run each
+# of them on all ranks, which takes several times as long.
+_OF_ONE_RANK = frozenset(
+    {
+        counter.dropout,
+        counter.uniform,
+        counter.uniform_like,
+        sdpa.attention_with_dropout,
+        saving_attention,
+        attention_gradients,
+    }
+)
+MOST_RANKS = 512  # some seconds for a small model; each rank has tensors of its own
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """Results of one forward and backward.
+
+    Attributes:
+        outputs: by output name.
+        gradients: by parameter name; parameters that the loss does not reach are left out.
+    """
+
+    outputs: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+
+
+@contextlib.contextmanager
+def simulated_world(axes: Mapping[str, int]) -> Iterator[dict[str, Group]]:
+    """Process groups of ranks that exist in this process only; yields the group of each set of axes (`dp`, `dp-tp`).
+
+    Each is the group of rank 0: the simulator finds those of the other ranks by its shape.
+
+    Args:
+        axes: sizes of the mesh axes, the outermost first.
+
+    Raises:
+        CheckFailed: the process already belongs to a process group.
+    """
+    if dist.is_initialized():
+        raise CheckFailed(
+            "the process belongs to a process group already",
+            where="simulation",
+            remedy="verify values in a process that was not started by torchrun",
+        )
+    world = math.prod(axes.values())
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        yield {name: _group(axes, name.split("-")) for name in joined_names(axes)}
+    finally:
+        dist.destroy_process_group()
+
+
+def _group(axes: Mapping[str, int], names: Sequence[str]) -> Group:
+    """The group of rank 0 over some axes."""
+    world = math.prod(axes.values())
+    places = [coordinates(axes, rank) for rank in range(world)]
+    ranks = [rank for rank in range(world) if not any(places[rank][axis] for axis in axes if axis not in names)]
+    group = dist.group.WORLD if len(ranks) == world else dist.new_group(ranks)
+    return Group(group.group_name, len(ranks))  # type: ignore[union-attr]
+
+
+def check_world(size: int) -> None:
+    """Refuses worlds whose simulation in one process would not end.
+
+    Raises:
+        InputError: there are more than `MOST_RANKS` ranks.
+    """
+    if size > MOST_RANKS:
+        raise InputError(
+            f"{size} ranks are more than the {MOST_RANKS} that one process simulates",
+            where="values",
+            remedy="check this program statically (--level static), and by value for fewer ranks",
+        )
+
+
+def coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
+    """A rank's index on every axis, neighbours being on the innermost, which is the last."""
+    indices = {}
+    for axis, n in reversed(list(axes.items())):
+        indices[axis], rank = rank % n, rank // n
+    return {axis: indices[axis] for axis in axes}
+
+
+def symbol_values(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, int]:
+    """Values of the program's symbols for given inputs.
+
+    Raises:
+        CheckFailed: the ranks that share out a size do not divide it.
+    """
+    for s in program.symbols:
+        size = inputs[s.path].shape[s.dim]
+        if size % s.multiple:
+            raise CheckFailed(f"its size {size} is not divisible by {s.multiple}", where=f"input {s.path}.{s.dim}")
+    return {s.name: inputs[s.path].shape[s.dim] // s.multiple for s in program.symbols}
+
+
+def cotangents(program: Program, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """What gradients are taken of: whole upstream gradients by output.
+
+    One for the loss. Of a program without loss every floating output is differentiated, with random numbers that are
+    the same for each program that has the same outputs: a gradient that is wrong in one place cannot cancel.
+    """
+    upstream = {}
+    for index, (name, node) in enumerate(program.output_nodes().items()):
+        kind = output_types(node)[0]
+        shape = [evaluate(size, sizes) for size in kind.shape]
+        if name == program.loss:
+            upstream[name] = torch.ones(shape, dtype=kind.dtype)
+        elif not program.loss and kind.is_float and not is_gradient(name) and not is_buffer(name):
+            generator = torch.Generator().manual_seed(index)
+            wide = torch.complex128 if kind.dtype.is_complex else torch.float64
+            upstream[name] = torch.randn(shape, dtype=wide, generator=generator).to(kind.dtype)
+    return upstream
+
+
+def run_single(program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> SimulationResult:
+    """Runs a program without mesh axes on this device, forward and backward from its `cotangents`.
+
+    Args:
+        state: parameters, buffers and constants by name.
+        inputs: by path.
+    """
+    upstream = cotangents(program, symbol_values(program, inputs))
+    leaves = {name: value.detach() for name, value in state.items()}  # not copied: a program changes nothing in place
+    for parameter in program.parameters:
+        leaves[parameter.fqn].requires_grad_(parameter.trainable)
+    device = next((value.device for value in leaves.values()), torch.device("cpu"))
+    upstream = {name: value.to(device) for name, value in upstream.items()}
+    lowered = lower(program, {}, device)
+    values = [leaves[p.fqn] for p in program.parameters] + [inputs[i.path] for i in program.inputs]
+    order = dict(zip(_names(program), values, strict=True))
+    with torch.enable_grad():
+        outputs = dict(zip(program.outputs, lowered.module(*[order[name] for name in lowered.inputs]), strict=True))
+        roots = [name for name in upstream if outputs[name].requires_grad]
+        if roots:
+            torch.autograd.backward([outputs[name] for name in roots], [upstream[name] for name in roots])
+    gradients = {n: t.grad for n, t in leaves.items() if t.grad is not None}
+    return SimulationResult({n: t.detach() for n, t in outputs.items()}, gradients)
+
+
+def step_of(program: Program) -> Program:
+    """A localised program with its backward, of the loss or of all outputs, by all parameters; a step as it is.
+
+    So is what is cut into stages, each of which has a backward of its own.
+
+    Raises:
+        FxparError: the program cannot be differentiated, nor trained.
+    """
+    if not program.properties.isdisjoint({Property.STEP, Property.STAGES}):
+        return program
+    return PassManager([differentiate]).run(program)
+
+
+def _names(program: Program) -> list[str]:
+    return [p.node for p in program.parameters] + [i.node for i in program.inputs]
+
+
+def run_ranks(
+    program: Program,
+    state: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    sizes: Mapping[str, int],
+    lowering: Callable[[Program, Mapping[str, Group]], Lowered] = lower,
+) -> list[SimulationResult]:
+    """Runs a step (`step_of`), or the stages of a pipeline, on all ranks at once; arguments whole, as for `run_single`.
+
+    Args:
+        sizes: values of the symbols.
+        lowering: makes the module that the ranks run.
+
+    Raises:
+        PassError: the program's sizes are not yet those of a rank.
+    """
+    if Property.STAGES in program.properties:
+        return _run_stages(program, state, inputs, sizes, lowering)
+    with _Ranks(program, state, inputs, sizes, lowering) as ranks:
+        outputs = ranks.run(program, {})
+    return ranks.runs(outputs, parameter_gradients(program), model_outputs(program))
+
+
+def run_microbatches(
+    program: Program,
+    state: Mapping[str, Tensor],
+    microbatches: Sequence[Mapping[str, Tensor]],
+    scales: Sequence[float],
+    sizes: Mapping[str, int],
+) -> list[list[SimulationResult]]:
+    """Runs a step of several microbatches as it trains: what each rank has of each, with the gradients of all.
+
+    Args:
+        program: a step.
+        microbatches: the inputs of each; otherwise as for `run_ranks`.
+        scales: by what the tangents of each are multiplied.
+    """
+    with _Ranks(program, state, microbatches[0], sizes, lower) as ranks:
+        outputs, gradients = ranks.run_phases(program, microbatches, scales)
+    names = parameter_gradients(program)
+    return [ranks.runs({**by_name, **gradients}, names, model_outputs(program)) for by_name in outputs]
+
+
+def _run_stages(
+    program: Program,
+    state: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    sizes: Mapping[str, int],
+    lowering: Callable[[Program, Mapping[str, Group]], Lowered],
+) -> list[SimulationResult]:
+    """The stages of a pipeline in sequence: what each sends is what the next takes, gradients the same way back.
+
+    Gradients of a parameter that several stages hold are summed. A forward runs once for what it sends, and again in
+    front of its backward: it draws the same bits.
+    """
+    stages = stages_of(program)
+    check_neighbours(stages)
+    steps = [step_of_stage(stage) for stage in stages]
+    outputs: dict[str, Tensor] = {}
+    with _Ranks(program, state, inputs, sizes, lowering) as ranks:
+        sent: list[dict[str, Tensor]] = [{}]
+        for stage in stages[:-1]:
+            received = {node: sent[-1][name] for name, node in stage.received.items()}
+            returned = ranks.run(promote(stage.program), received)
+            sent.append({name: returned[name] for name in stage.sent})
+        gradients: dict[str, Tensor] = {}
+        tangents: dict[str, Tensor] = {}
+        for stage, step in zip(reversed(stages), reversed(steps), strict=True):
+            received = {node: sent[stage.number][name] for name, node in stage.received.items()}
+            entries = {output_of(entry.path): entry.node for entry in step.inputs if output_of(entry.path)}
+            received |= {entries[name]: value for name, value in tangents.items() if name in entries}
+            returned = ranks.run(promote(step), received)
+            outputs |= {name: returned[name] for name in stage.program.outputs if name not in stage.sent}
+            tangents = {name: returned[output] for name, output in stage.returned.items()}
+            for fqn, name in parameter_gradients(step).items():
+                gradients[fqn] = gradients[fqn] + returned[name] if fqn in gradients else returned[name]
+    return ranks.runs({**outputs, **gradients}, {fqn: fqn for fqn in gradients}, tuple(outputs))
+
+
+def step_of_stage(stage: Stage) -> Program:
+    """A stage's program with its backward."""
+    program = stage.program
+    trained = [p.fqn for p in program.parameters]
+    return PassManager([of_outputs(stage.tangents, program.outputs, trained)]).run(program)
+
+
+class _Ranks:
+    """All ranks of a program, or of one stage after the other, in this process.
+
+    Args:
+        program: whose axes, and whose cotangents, are those of all that runs.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        state: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        sizes: Mapping[str, int],
+        lowering: Callable[[Program, Mapping[str, Group]], Lowered],
+    ) -> None:
+        axes = program.axes
+        if axes and Property.LOCAL not in program.properties:
+            raise PassError(
+                "the sizes in it are those of whole tensors", where="program", remedy="run the pass localize"
+            )
+        self._program, self._state, self._inputs, self._sizes = program, state, inputs, sizes
+        self._axes, self._lowering = axes, lowering
+        self._world = math.prod(axes.values())
+        check_world(self._world)
+        self._places = [coordinates(axes, rank) for rank in range(self._world)]
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> _Ranks:
+        self._groups = self._stack.enter_context(simulated_world(self._axes))
+        # What is made under the mode is one tensor a rank already.
+        self._cotangents = cotangents(self._program, self._sizes)
+        self._stack.enter_context(LocalTensorMode(self._world))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.__exit__(*exception)
+
+    def run(self, program: Program, local_inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The outputs of a program by name, one tensor a rank.
+
+        Args:
+            local_inputs: of some placeholders what the ranks have; of the others it is parts of whole values.
+        """
+        lowered = self._lowered(program)
+        with torch.no_grad():
+            results = lowered.module(*self._operands(program, lowered, local_inputs, self._inputs))
+        return dict(zip(program.outputs, results, strict=True))
+
+    def run_phases(
+        self, program: Program, microbatches: Sequence[Mapping[str, Tensor]], scales: Sequence[float]
+    ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+        """The outputs of each microbatch, and the gradients of all, by name; one tensor a rank."""
+        lowered = self._lowered(program)
+        calls = [
+            partial(self._operands, program, lowered, {}, inputs, scale)
+            for inputs, scale in zip(microbatches, scales, strict=True)
+        ]
+        with torch.no_grad():
+            return phases_of(lowered).run(calls)
+
+    def _lowered(self, program: Program) -> Lowered:
+        lowered = self._lowering(program, self._groups)
+        _run_by_rank(lowered)
+        return lowered
+
+    def _operands(
+        self,
+        program: Program,
+        lowered: Lowered,
+        local_inputs: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        scale: float = 1.0,
+    ) -> list[Tensor]:
+        """What the ranks take, in order: `local_inputs` by name of the placeholder, else parts of whole values.
+
+        Args:
+            scale: by what tangents are multiplied.
+        """
+        layouts = _placeholder_layouts(program)
+        whole = {p.node: self._state[p.fqn].detach() for p in program.parameters}
+        for entry in program.inputs:
+            output = output_of(entry.path)
+            if entry.node not in local_inputs:
+                whole[entry.node] = self._cotangents[output] * scale if output else inputs[entry.path]
+        by_name = {**local_inputs, **{name: self._local(layouts[name], value) for name, value in whole.items()}}
+        ranks = range(self._world)
+        indices = [LocalTensor({r: torch.tensor(self._places[r][axis]) for r in ranks}) for axis in lowered.indices]
+        return [*(by_name[name] for name in lowered.inputs), *indices]
+
+    def runs(
+        self, tensors: Mapping[str, Tensor], gradients: Mapping[str, str], outputs: Sequence[str]
+    ) -> list[SimulationResult]:
+        """What each rank has.
+
+        Args:
+            gradients: by name of the parameter the name of the value.
+        """
+        return [
+            SimulationResult(
+                {name: _rank(tensors[name], r) for name in outputs},
+                {fqn: _rank(tensors[name], r) for fqn, name in gradients.items()},
+            )
+            for r in range(self._world)
+        ]
+
+    def _local(self, layout: Layout, value: Tensor) -> LocalTensor:
+        blocks = (local_block(value, layout, self._axes, place, self._sizes).clone() for place in self._places)
+        return LocalTensor(dict(enumerate(blocks)))
+
+
+def _run_by_rank(lowered: Lowered) -> None:
+    for node in lowered.module.graph.nodes:
+        if node.target in _OF_ONE_RANK:
+            node.target = maybe_run_for_local_tensor(_unwatched(node.target))
+    lowered.module.recompile()
+
+
+def _unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function on plain tensors, of whose operators no mode is told: the simulator's would hand each one on."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with no_dispatch():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _rank(value: Tensor, rank: int) -> Tensor:
+    return value._local_tensors[rank].detach() if isinstance(value, LocalTensor) else value.detach()
+
+
+def _placeholder_layouts(program: Program) -> dict[str, Layout]:
+    return {n.name: output_layouts(n)[0] for n in program.graph.nodes if n.op == "placeholder"}
