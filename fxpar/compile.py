@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 
@@ -85,8 +86,9 @@ def capture_differentiable(
 ) -> Captured:
     """Captures a model with what its sizes must satisfy so that PyTorch differentiates it.
 
-    Conditions that the example satisfies become the program's. Where PyTorch has a derivative for one size alone, that
-    size is a number in the program, which is for batches of the example's size then.
+    Conditions that the example satisfies become the program's. Where PyTorch has a derivative for one size alone, or
+    for those of an equation (`s = 8*floor(s/8)`), that size is a number in the program, which is for batches of the
+    example's size then.
 
     Args:
         fixed: dimensions and sizes of inputs that are to be numbers in any case.
@@ -101,10 +103,13 @@ def capture_differentiable(
         except FxparError:
             return captured  # the pass says so where it has its turn
         program = captured.program.with_(conditions=needed.conditions)
-        sizes = {(symbol.dim, symbol.example) for symbol in program.symbols if symbol.name in needed.numbers}
+        # No rule takes `s` and `8*floor(s/8)` for one size.
+        equations = [c for c in needed.conditions if c.relation == "==" and c.expression.has(sympy.floor, sympy.Mod)]
+        rows = batch_symbol(program) if plan.data_ranks > 1 and (needed.numbers or equations) else ""
+        numbers = {*needed.numbers, *(name for c in equations for name in c.names if name != rows)}
+        sizes = {(symbol.dim, symbol.example) for symbol in program.symbols if symbol.name in numbers}
         if sizes <= fixed:
             return replace(captured, program=program)
-        rows = batch_symbol(program) if plan.data_ranks > 1 else ""
         if rows in needed.numbers:
             raise InputError(
                 "PyTorch differentiates it for one number of rows alone, and data ranks share out the rows",
