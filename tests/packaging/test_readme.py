@@ -1,4 +1,4 @@
-"""What README and CONTRIBUTING show is run as it stands."""
+"""What README, CONTRIBUTING and docs show is run as it stands, and what they point to is there."""
 
 import re
 import shlex
@@ -48,8 +48,12 @@ def test_the_training_program_runs_on_two_processes_with_one_loss(world2: World,
 
 
 def _commands() -> list[list[str]]:
-    """The words of each command line that the README shows."""
-    (block,) = _blocks("README.md", "sh")
+    """The words of each command line that the documents show."""
+    return _lines("docs/cli.md")
+
+
+def _lines(file: str) -> list[list[str]]:
+    (block,) = _blocks(file, "sh")
     lines = [shlex.split(line, comments=True) for line in block.strip().splitlines()]
     assert {line[0] for line in lines} == {"fxpar"}
     return [line[1:] for line in lines]
@@ -70,6 +74,24 @@ def test_the_commands_of_the_readme_run_in_order(
     for words in lines():
         # `diff` says by its status that the two programs differ.
         assert main(words) == (1 if words[0] == "diff" else 0), words
+
+
+def test_the_commands_of_the_readme_are_among_them() -> None:
+    assert [line for line in _lines("README.md") if line not in _commands()] == []
+
+
+def _documents() -> list[Path]:
+    return [_ROOT / "README.md", _ROOT / "CONTRIBUTING.md", *sorted((_ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("document", _documents(), ids=lambda path: str(path.relative_to(_ROOT)))
+def test_what_documents_point_to_is_there(document: Path) -> None:
+    """Links, and the paths of sources."""
+    text = document.read_text()
+    links = set(re.findall(r"\]\(([\w/.-]+\.md)\b", text))
+    assert [link for link in sorted(links) if not (document.parent / link).exists()] == []
+    paths = set(re.findall(r"`((?:fxpar|passes|samples|tests|tools)/[\w/.]+)`", text))
+    assert [path for path in sorted(paths) if not (_ROOT / path).exists()] == []
 
 
 def test_the_options_of_the_readme_are_those_of_the_commands() -> None:
@@ -102,7 +124,7 @@ def test_the_schedule_of_the_contributing_guide_is_the_one_it_is_said_to_be() ->
 
 @pytest.mark.parametrize("impl", ["none", "full_iteration"])
 def test_the_loop_of_the_readme_trains(impl: str) -> None:
-    (loop,) = re.findall(r"`(for batch in [^`]*)`", (_ROOT / "README.md").read_text())
+    (loop,) = re.findall(r"`(for batch in [^`]*)`", (_ROOT / "docs/cuda-graphs.md").read_text())
     torch.manual_seed(0)
     loader = [(torch.randn(3, 6),) for _ in range(4)]
     model = fxpar.parallelize(Negations(), fxpar.Plan(cuda_graphs=fxpar.CudaGraphs(impl)), loader[0])
