@@ -120,13 +120,13 @@ def test_who_does_not_come_is_named(others: list[tuple[int, int] | None], alive:
 
 _ENDING = """
 import time
-from fxpar.exchange.watch import Watch
+from fxpar.exchange.watch import Watchdog
 class Never:
     def query(self): return False
 class Alone:
     def post(self, calls, look): pass
     def posted(self): return [(0, 0), None]
-watch = Watch(0, 0.2, Alone(), lambda: 0).start(lambda: None)
+watch = Watchdog(0, 0.2, Alone(), lambda: 0).start(lambda: None)
 watch.mark(Never())
 time.sleep(60)
 """
