@@ -130,24 +130,24 @@ class ChosenRows:
         """Rows [M, f] of tokens [T, f] with K for `k`, of pairs [M, f] with 1."""
         kind = tensor_type(source)
         shape = TensorType(kind.dtype, (self.rows, kind.shape[1]))
-        return self.emit.call(fxp.take_rows.default, (source, self.order, k), shape)
+        return self.emit.call(fxp.moe_permute.default, (source, self.order, k), shape)
 
     def spread(self, source: fx.Node) -> fx.Node:
         """To each row what its expert has of [E, f]."""
         kind = tensor_type(source)
         shape = TensorType(kind.dtype, (self.rows, kind.shape[1]))
-        return self.emit.call(fxp.spread_rows.default, (source, self.counts, self.count(self.rows)), shape)
+        return self.emit.call(fxp.expand_by_expert.default, (source, self.counts, self.count(self.rows)), shape)
 
     def put(self, rows: fx.Node, size: Size, k: int) -> fx.Node:
         """Rows [M, f] put back at their pairs, with 1 for `k`, or added up for their tokens, with K."""
         kind = tensor_type(rows)
         shape = TensorType(kind.dtype, (size, kind.shape[1]))
-        return self.emit.call(fxp.put_rows.default, (rows, self.order, self.count(size), k), shape)
+        return self.emit.call(fxp.moe_unpermute.default, (rows, self.order, self.count(size), k), shape)
 
-    def put_weighed(self, rows: fx.Node, weights: fx.Node, dtype: torch.dtype) -> fx.Node:
+    def moe_combine(self, rows: fx.Node, weights: fx.Node, dtype: torch.dtype) -> fx.Node:
         """Rows [M, f] added up for their tokens with weights [T, K]."""
         shape = TensorType(dtype, (self.tokens, tensor_type(rows).shape[1]))
-        return self.emit.call(fxp.put_weighed.default, (rows, weights, self.order, dtype), shape)
+        return self.emit.call(fxp.moe_combine.default, (rows, weights, self.order, dtype), shape)
 
     def weighed(self, rows: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         """The rows and the weights [T, K] whose product these rows [M, f] are."""
@@ -159,6 +159,6 @@ class ChosenRows:
             if tensor_type(unweighed).shape != tensor_type(rows).shape or tensor_type(weight).shape != (self.rows, 1):
                 continue
             weight = plain(weight)
-            if weight.target is fxp.take_rows.default and weight.args[1:] == (self.order, 1):
+            if weight.target is fxp.moe_permute.default and weight.args[1:] == (self.order, 1):
                 return unweighed, self.emit.view(plain(argument(weight, 0)), [-1, self.k], (self.tokens, self.k))
         return None

@@ -37,9 +37,9 @@ def recognize_chosen(graph: fx.Graph) -> None:
     After::
 
         %order, %counts = fxpar.sort_by_expert.default(%chosen, 8) : i64[2*b*s], i64[8]
-        %rows = fxpar.take_rows.default(%x, %order, 2) : f32[2*b*s, 64]
+        %rows = fxpar.moe_permute.default(%x, %order, 2) : f32[2*b*s, 64]
         %y = fxpar.grouped_linear.default(%rows, %w, %counts, False) : f32[2*b*s, 128]
-        %sum = fxpar.put_weighed.default(%y, %weights, %order, float32) : f32[b*s, 128]
+        %sum = fxpar.moe_combine.default(%y, %weights, %order, float32) : f32[b*s, 128]
 
     Each step is an identity: a value by pair is its rows put back in order, a product with a pair's matrix is the
     grouped product of its row, and what is done to each pair by itself commutes with the order. So whatever else reads
@@ -249,7 +249,7 @@ class _Pairs(ChosenRows):
         width = product(kind.shape[as_rows.lead :])
         rows = with_trail(self, as_rows.node, (width,))
         weighed = self.weighed(rows)
-        total = self.put(rows, self.tokens, self.k) if weighed is None else self.put_weighed(*weighed, kind.dtype)
+        total = self.put(rows, self.tokens, self.k) if weighed is None else self.moe_combine(*weighed, kind.dtype)
         return self._shaped(total, tensor_type(node).shape)
 
     def _weighed_total(self, node: fx.Node) -> fx.Node | None:
@@ -263,7 +263,7 @@ class _Pairs(ChosenRows):
                 continue
             if tensor_type(weights).dtype == kind.dtype == tensor_type(node).dtype:
                 table = self.emit.view(plain(weights), [-1, self.k], (self.tokens, self.k))
-                return self._shaped(self.put_weighed(as_rows.node, table, kind.dtype), tensor_type(node).shape)
+                return self._shaped(self.moe_combine(as_rows.node, table, kind.dtype), tensor_type(node).shape)
         return None
 
     def _each(self, node: fx.Node) -> _Sorted | None:

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxpar.layout.symbolic_sizes import product
 from fxpar.manager import register_pass
-from fxpar.ops.coercions import copy_to, share, sum_gradients
+from fxpar.ops.coercions import copy_to, copy_to_shared, sum_gradients
 from fxpar.program.parameter_flow import owner_of, summed
 from fxpar.program.program import Note, Program, note, operands, set_note, tensor_type
 from fxpar.program.properties import Property
@@ -61,7 +61,7 @@ def coalesce(program: Program) -> Program:
 
 
 def _is_reduction(program: Program, node: fx.Node) -> bool:
-    if node.op != "call_function" or node.target not in (copy_to, share):
+    if node.op != "call_function" or node.target not in (copy_to, copy_to_shared):
         return False
     parameter = program.parameter(owner_of(node))
     return parameter is not None and parameter.trainable

@@ -32,14 +32,14 @@ def dispatch_experts(program: Program) -> Program:
     Before (ep 2 on dp)::
 
         %order, %counts = fxpar.sort_by_expert.default(%indices, 8) : i64[b*s*2], i64[8]
-        %rows = fxpar.take_rows.default(%x, %order, 2) : f32[b*s*2, 64]
+        %rows = fxpar.moe_permute.default(%x, %order, 2) : f32[b*s*2, 64]
         %y = fxpar.grouped_linear.default(%rows, %w, %counts) : f32[b*s*2, 128]
 
     After, in blocks of rows::
 
-        %sent = fxpar.take_rows.default(%x_own, %places, 2) : f32[2, 2*c, 64]
+        %sent = fxpar.moe_permute.default(%x_own, %places, 2) : f32[2, 2*c, 64]
         %there = fxpar.shard_over[dp](%blocks, 1) : f32[2, 2, c, 64]
-        %rows = fxpar.take_rows.default(%received, %by_expert, 1) : f32[2, 2*c, 64]
+        %rows = fxpar.moe_permute.default(%received, %by_expert, 1) : f32[2, 2*c, 64]
         %y = fxpar.grouped_linear.default(%rows, %w_by_rank, %counts_here) : f32[2, 2*c, 128]
 
     Terms: the *holders* are the axes whose ranks hold different experts; each axis that cuts tokens is a leading
@@ -54,7 +54,7 @@ def dispatch_experts(program: Program) -> Program:
     of its experts, and what it makes of a token, summed, goes back::
 
         %tokens = fxpar.expand_over[dp](%x_own, 0) : f32[2, 2*b*s, 64]
-        %rows = fxpar.take_rows.default(%tokens, %by_expert, 2) : f32[2, 2*2*b*s, 64]
+        %rows = fxpar.moe_permute.default(%tokens, %by_expert, 2) : f32[2, 2*2*b*s, 64]
         %y = fxpar.grouped_linear.default(%rows, %w_by_rank, %counts_here) : f32[2, 2*2*b*s, 128]
 
     `insert_collectives` puts an all-gather where `expand_over` asks for it, and behind `sum_over` a reduce-scatter. A

@@ -16,7 +16,7 @@ from fxpar.layout.layout import Layout, P, Placement, R, shard
 from fxpar.layout.nesting import innermost, local_shape, spelled
 from fxpar.layout.symbolic_sizes import Size, divide, last_operation, simplify
 from fxpar.ops.coercion_table import COERCION_OF
-from fxpar.ops.coercions import dual_layout, mask_first, take
+from fxpar.ops.coercions import dual_layout, r_to_p, r_to_s
 from fxpar.ops.global_size import size as size_of_whole
 from fxpar.ops.zeros import zeros
 from fxpar.passes.localize import localize_node
@@ -220,7 +220,7 @@ class BackwardEmitter:
         whole = [i for i, placement in enumerate(step.operands) if placement == R and not context.carries[i]]
         for i in whole:
             if inputs[i] in self._zeros and self._fits(step, context, {i: P}):
-                self._convert(node, {i: P}, mask_first, step.axis)
+                self._convert(node, {i: P}, r_to_p, step.axis)
                 return True
         for other, placement in enumerate(step.operands):
             signature = seed_signature(rule, step.call, other, placement.plain) if placement.is_shard else Refusal("")
@@ -228,7 +228,7 @@ class BackwardEmitter:
                 continue
             changed = {i: signature.operands[i] for i in whole if signature.operands[i].is_shard}
             if changed and self._fits(step, context, changed):
-                self._convert(node, changed, take, step.axis)
+                self._convert(node, changed, r_to_s, step.axis)
                 return True
         return self._summed(node, step.axis)
 
@@ -292,7 +292,7 @@ class BackwardEmitter:
     def _with_summands(self, node: fx.Node) -> None:
         """Zeros beside summands are those of one rank: what is added to a sum is added once."""
         inputs = operands(node)
-        if not self._zeros.intersection(inputs) or node.target in (operator.getitem, mask_first):
+        if not self._zeros.intersection(inputs) or node.target in (operator.getitem, r_to_p):
             return
         for axis in self.program.axes:
             placements = [layout.on(axis) for o in inputs for layout in output_layouts(o)]
@@ -300,7 +300,7 @@ class BackwardEmitter:
             joined = node.target is aten.cat.default and any(self._joins(node, p) for p in placements)
             if any(p.kind == "P" or p.partial for p in placements) or joined:
                 changed = {i: P for i, o in enumerate(inputs) if o in self._zeros and placements[i] == R}
-                self._convert(node, changed, mask_first, axis)
+                self._convert(node, changed, r_to_p, axis)
                 inputs = operands(node)
 
     @staticmethod

@@ -97,14 +97,14 @@ class ExactRows(StaticRows):
             kinds = TensorType(torch.int64, rows), TensorType(torch.int64, (*self.here, self.own))
             order, counts = self.emit.several(fxp.arrived_order.default, (self._received, count), kinds)
             self._arrived = count, order, counts
-        self._holder[value] = self.emit.call(fxp.take_rows.default, (there, self._order()[1], 1), kind)
+        self._holder[value] = self.emit.call(fxp.moe_permute.default, (there, self._order()[1], 1), kind)
         return self._holder[value]
 
     def _returned(self, value: fx.Node) -> fx.Node:
         if value in self._source:
             return self._source[value]
         local, (count, order, _) = self._holder[value], self._order()
-        placed = self.emit.call(fxp.put_rows.default, (local, order, count, 1), tensor_type(local))
+        placed = self.emit.call(fxp.moe_unpermute.default, (local, order, count, 1), tensor_type(local))
         kind = TensorType(tensor_type(local).dtype, (*tensor_type(self._places).shape, tensor_type(local).shape[-1]))
         self._source[value] = self.emit.call(return_rows, (placed, self._sizes), kind, axis=self._axis)
         return self._source[value]

@@ -112,7 +112,7 @@ class GatheredRows(StaticRows):
         )
         node, size = self._places_of_a_holder()
         kind = TensorType(integer, (*self.here, size))
-        self._places = self._by_expert = emit.call(fxp.block_order.default, (order, counts, 1, node), kind)
+        self._places = self._by_expert = emit.call(fxp.dispatch_indices.default, (order, counts, 1, node), kind)
         self._load = self._counts = counts
         if self.is_budgeted:
             kind = TensorType(integer, (*self.here, 1))
@@ -172,14 +172,14 @@ class GatheredRows(StaticRows):
         assert isinstance(value, fx.Node)
         all_tokens = self._tokens_of_all(self.cut.apart(value, self.region.k // int(k)))  # type: ignore[arg-type]
         kind = TensorType(tensor_type(node).dtype, (*self._rows_here, *tensor_type(node).shape[1:]))
-        return self.emit.call(fxp.take_rows.default, (all_tokens, self._places, k), kind)
+        return self.emit.call(fxp.moe_permute.default, (all_tokens, self._places, k), kind)
 
     def _put(self, node: fx.Node) -> fx.Node:
         value, weights_or_order, *rest = node.args
         assert isinstance(value, fx.Node)
         assert isinstance(weights_or_order, fx.Node)
         emit, dtype, width = self.emit, tensor_type(node).dtype, tensor_type(node).shape[-1]
-        if node.target is fxp.put_weighed.default:
+        if node.target is fxp.moe_combine.default:
             weights = self._of_all(self.cut.apart(weights_or_order, 1))
             args: tuple[Any, ...] = self._holder[value], weights, self._places, rest[-1]
             tokens = emit.call(node.target, args, TensorType(dtype, (*self.here, self._tokens, width)))

@@ -9,7 +9,7 @@ from fxpar.layout.layout import I, Layout
 from fxpar.manager import register_pass
 from fxpar.program.buffer_outputs import is_buffer
 from fxpar.program.grad_flow import carried
-from fxpar.program.placements import resting
+from fxpar.program.placements import canonical_placement
 from fxpar.program.program import (
     Note,
     Program,
@@ -118,6 +118,6 @@ def _finish_outputs(program: Program, known: Made, flags: dict[fx.Node, tuple[bo
         layout = output_layouts(node)[0]
         for axis in program.axes:
             if name == program.loss or is_buffer(name) or not layout.on(axis).is_shard:
-                layout = layout.with_(axis, resting(I, any(flags[node])))
+                layout = layout.with_(axis, canonical_placement(I, any(flags[node])))
         values.append(_converted(program, known, node, layout, any(flags[node]), final))
     final.args = (tuple(values),)

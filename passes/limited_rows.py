@@ -20,7 +20,7 @@ from fxpar.passes.token_cuts import Emitter, part_of, token_cut
 from fxpar.program.program import Program, TensorType, describe, operands, tensor_type
 
 aten, fxp = torch.ops.aten, torch.ops.fxpar
-_KEEPS = (fxp.keep_first.default, fxp.keep_heaviest.default)
+_KEEPS = (fxp.drop_by_position.default, fxp.drop_by_probability.default)
 # What brings tokens that are apart together.
 _TOGETHER = (aten.view.default, aten.permute.default, fxp.resize_rows.default)
 
@@ -57,7 +57,7 @@ def limit_rows(program: Program, region: Routed) -> None:
     After::
 
         %own = aten.view.default(%indices, [2, -1, 2]) : i64[2, b*s, 2]
-        %kept = fxpar.keep_heaviest.default(%own, %own_weights, 8, %capacity) : i64[2, b*s, 2]
+        %kept = fxpar.drop_by_probability.default(%own, %own_weights, 8, %capacity) : i64[2, b*s, 2]
         %indices_kept = aten.view.default(%kept, [-1, 2]) : i64[2*b*s, 2]
         %order, %counts = fxpar.sort_by_expert.default(%indices_kept, 8) : i64[2*b*s*2], i64[8]
 
@@ -108,7 +108,7 @@ def _weights(region: Routed) -> fx.Node:
     Raises:
         PlanError: rows are weighed in no way that tells them.
     """
-    distinct = {operands(put)[1] for put in region.puts if put.target is fxp.put_weighed.default}
+    distinct = {operands(put)[1] for put in region.puts if put.target is fxp.moe_combine.default}
     if len(distinct) != 1:
         reason = f"its rows are added up with {len(distinct)} weights of their pairs, and drop_policy='probs' needs one"
         raise PlanError(

@@ -45,9 +45,9 @@ def recognize_loops(graph: fx.Graph) -> None:
     After::
 
         %order, %counts = fxpar.sort_by_expert.default(%chosen, 8) : i64[2*b*s], i64[8]
-        %rows = fxpar.take_rows.default(%x, %order, 2) : f32[2*b*s, 64]
+        %rows = fxpar.moe_permute.default(%x, %order, 2) : f32[2*b*s, 64]
         %y = fxpar.grouped_linear.default(%rows, %w, %counts, False) : f32[2*b*s, 128]
-        %sum = fxpar.put_weighed.default(%y, %weights, %order, float32) : f32[b*s, 128]
+        %sum = fxpar.moe_combine.default(%y, %weights, %order, float32) : f32[b*s, 128]
 
     A token has each expert of a top-k once, so that its column holds the weight of that pair, or 0. What an expert
     that it has not chosen makes of it, times 0, is left out, and so is the infinite number that it may be. Every expert
@@ -125,7 +125,7 @@ class _LoopedRows(ChosenRows):
             return
         weights = self.emit.view(plain(self.column.weights), [-1, self.k], (self.tokens, self.k))
         width = kind.shape[-1]
-        summed = self.put_weighed(rows.node, weights, kind.dtype)
+        summed = self.moe_combine(rows.node, weights, kind.dtype)
         if product(kind.shape[:-1]) != self.tokens or tensor_type(summed).shape[-1] != width:
             return
         if len(kind.shape) > 2:

@@ -35,7 +35,7 @@ class PaddedRows(StaticRows):
         order, counts = self._sorted(indices)
         experts, local_experts = self.region.experts, self.own
         kind = TensorType(integer, (*self.lead, simplify(experts * size)))
-        self._places = emit.call(fxp.block_order.default, (order, counts, experts, node), kind)
+        self._places = emit.call(fxp.dispatch_indices.default, (order, counts, experts, node), kind)
         self._places_of_an_expert = node, size
         self._load = counts
         if self.holders:

@@ -24,9 +24,9 @@ aten = torch.ops.aten
 fxp = torch.ops.fxpar
 
 # What counts the rows of each expert.
-_GROUPED = (fxp.grouped_linear.default, fxp.spread_rows.default, fxp.swiglu_rows.default)
+_GROUPED = (fxp.grouped_linear.default, fxp.expand_by_expert.default, fxp.swiglu_rows.default)
 # What makes tokens of rows.
-PUTS = (fxp.put_rows.default, fxp.put_weighed.default)
+PUTS = (fxp.moe_unpermute.default, fxp.moe_combine.default)
 # Operations with a dimension among their arguments, which may be any but that of the rows.
 _ALONG = frozenset(
     (
@@ -103,7 +103,7 @@ def _region(sort: fx.Node) -> Routed:
         if node.op != "call_function":
             continue
         used = operands(node)
-        if node.target is fxp.take_rows.default and used[1] is order:
+        if node.target is fxp.moe_permute.default and used[1] is order:
             takes.add(node)
         elif node.target in PUTS and used[-1] is order:
             puts.add(node)
@@ -129,7 +129,7 @@ def _region(sort: fx.Node) -> Routed:
     nodes = tuple(node for node in sort.graph.nodes if node in rows or node in puts)
     ends = [node for node in rows if any(u not in rows and u not in puts for u in node.users)]
     if ends:
-        _refuse(ends[0], "what it makes of rows leaves them otherwise than by put_rows or put_weighed")
+        _refuse(ends[0], "what it makes of rows leaves them otherwise than by moe_unpermute or moe_combine")
     experts, k = int(tensor_type(counts).shape[0]), int(tensor_type(indices).shape[-1])
     return Routed(
         sort, counts, experts, k, nodes, frozenset(takes), frozenset(puts), frozenset(grouped), frozenset(holders)

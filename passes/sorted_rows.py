@@ -88,7 +88,7 @@ def recognize_rows(graph: fx.Graph) -> None:
     After::
 
         %order, %counts = fxpar.sort_by_expert.default(%chosen, 8) : i64[2*b*s], i64[8]
-        %rows = fxpar.take_rows.default(%x, %order, 2) : f32[2*b*s, 64]
+        %rows = fxpar.moe_permute.default(%x, %order, 2) : f32[2*b*s, 64]
         %y = fxpar.grouped_linear.default(%rows, %w, %counts, True) : f32[2*b*s, 128]
 
     Only experts that a top-k over as many as there are matrices has chosen are, which are all others for a token: so
@@ -262,7 +262,7 @@ class _SortedRows(ChosenRows):
         weighed = None
         if (k > 1 or size == self.tokens) and len(rows.users) == 1:  # nothing else reads what is weighed
             weighed = self.weighed(rows)
-        placed = self.put(rows, size, k) if weighed is None else self.put_weighed(*weighed, kind.dtype)
+        placed = self.put(rows, size, k) if weighed is None else self.moe_combine(*weighed, kind.dtype)
         shape = TensorType(kind.dtype, (size, kind.shape[1]))
         return placed if is_zero else self.emit.call(aten.add.Tensor, (base, placed), shape)
 
@@ -281,7 +281,7 @@ def _index(layer: _SortedRows, node: fx.Node, bound: Mapping[str, Any]) -> fx.No
         kind = tensor_type(node)
         args = bound["self"], layer.order, layer.count(layer.rows), 1
         is_rows = len(kind.shape) == 2 and tensor_type(bound["self"]).shape == kind.shape
-        return layer.emit.call(fxp.put_rows.default, args, kind) if is_rows else None
+        return layer.emit.call(fxp.moe_unpermute.default, args, kind) if is_rows else None
     return layer.take(bound["self"], places)
 
 

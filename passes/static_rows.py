@@ -108,7 +108,7 @@ class StaticRows:
             kind = TensorType(integer, (*lead, 1))
             self.excess = emit.call(fxp.block_excess.default, (counts, self.blocks, node), kind)
         kind = TensorType(integer, (*lead, simplify(self.blocks * size)))
-        self._places = emit.call(fxp.block_order.default, (order, counts, self.blocks, node), kind)
+        self._places = emit.call(fxp.dispatch_indices.default, (order, counts, self.blocks, node), kind)
         self._by_expert, self._counts = emit.several(
             fxp.received_order.default,
             (self._exchanged(counts), node),
@@ -125,7 +125,7 @@ class StaticRows:
             return order
         node, size = self._places_of_a_block()
         return self.emit.call(
-            fxp.block_order.default, (order, counts, 1, node), TensorType(torch.int64, (*self.lead, size))
+            fxp.dispatch_indices.default, (order, counts, 1, node), TensorType(torch.int64, (*self.lead, size))
         )
 
     def _places_of_a_block(self) -> tuple[Any, Size]:
@@ -190,14 +190,14 @@ class StaticRows:
         assert isinstance(value, fx.Node)
         tokens = self.cut.apart(value, self.region.k // int(k))  # type: ignore[arg-type]
         kind = TensorType(tensor_type(node).dtype, (*tensor_type(self._places).shape, *tensor_type(node).shape[1:]))
-        return self.emit.call(fxp.take_rows.default, (tokens, self._places, k), kind)
+        return self.emit.call(fxp.moe_permute.default, (tokens, self._places, k), kind)
 
     def _put(self, node: fx.Node) -> fx.Node:
         value, weights_or_order, *rest = node.args
         assert isinstance(value, fx.Node)
         assert isinstance(weights_or_order, fx.Node)
         emit, dtype, width = self.emit, tensor_type(node).dtype, tensor_type(node).shape[-1]
-        if node.target is fxp.put_weighed.default:
+        if node.target is fxp.moe_combine.default:
             args: tuple[Any, ...] = self._returned(value), self.cut.apart(weights_or_order, 1), self._places, rest[-1]
             return self.cut.together(emit.call(node.target, args, TensorType(dtype, (*self.lead, self._tokens, width))))
         # Of each pair alone where they are not added up: a token's stand together.
@@ -252,7 +252,7 @@ class StaticRows:
             rows = tensor_type(self._by_expert).shape
             there = self.emit.view(self._there(parts), (*self.here, -1, width), (*rows, width))
             kind = TensorType(tensor_type(source_rows).dtype, (*rows, width))
-            self._holder[value] = self.emit.call(fxp.take_rows.default, (there, self._by_expert, 1), kind)
+            self._holder[value] = self.emit.call(fxp.moe_permute.default, (there, self._by_expert, 1), kind)
         return self._holder[value]
 
     def _returned(self, value: fx.Node) -> fx.Node:
@@ -261,7 +261,9 @@ class StaticRows:
             return self._sent(value)
         if value not in self._source:
             rows = self._holder[value]
-            placed = self.emit.call(fxp.put_rows.default, (rows, self._by_expert, self._row_node, 1), tensor_type(rows))
+            placed = self.emit.call(
+                fxp.moe_unpermute.default, (rows, self._by_expert, self._row_node, 1), tensor_type(rows)
+            )
             self._source[value] = self._back(placed)
         return self._source[value]
 

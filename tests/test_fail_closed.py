@@ -322,7 +322,7 @@ TABLE = [
     Bad("step without a loss", lambda: trained().train_step({"x": X}), "InputError", "returns no loss"),
     Bad("array", lambda: trained()(x=X.numpy()), "InputError", "a ndarray cannot be part of a program"),
     # program texts
-    Bad("unknown header", lambda: text_with("fxpar 1", "fxpar 0"), "TextError", "edited.txt:1"),
+    Bad("unknown header", lambda: text_with("fxpar 2", "fxpar 0"), "TextError", "edited.txt:1"),
     Bad("unknown operator", lambda: text_with("aten.relu", "aten.rely"), "TextError", "aten.rely"),
     Bad("undefined node", lambda: text_with("relu.default(%", "relu.default(%no_"), "TextError", "%no_"),
     Bad("unknown axis", lambda: text_with("reduce_from[tp]", "reduce_from[xp]"), "TextError", "xp"),

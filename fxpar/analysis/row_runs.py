@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fxpar.analysis.periods import Rows
-from fxpar.ops.coercions import copy_to, settle, share
+from fxpar.ops.coercions import copy_to, copy_to_shared, r_to_i
 from fxpar.program.program import ScalarType, note, output_types
 from fxpar.rules.table import rule_of
 from fxpar.signatures.pointwise import pointwise_labels
@@ -39,7 +39,7 @@ _REDUCTIONS = frozenset(
     )
 )
 # A rank has their operands as they are.
-_IDENTITIES = (copy_to, settle, share)
+_IDENTITIES = (copy_to, r_to_i, copy_to_shared)
 
 
 class _RowRole(Enum):

@@ -1,6 +1,6 @@
 """Functional form of an exported graph: no changes in place, and none of the operators that may return their operand.
 
-Enters: an exported program whose regions are settled. Leaves: one in functional form with the same values, gradients,
+Enters: an exported program whose regions are inlined. Leaves: one in functional form with the same values, gradients,
 order of random nodes and metadata.
 
 torch's own way traces the graph twice more, which takes most of the time of a capture. It is needed where something

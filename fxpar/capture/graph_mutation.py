@@ -1,4 +1,4 @@
-"""Regions and mutation in an exported graph: what must be settled before the graph is made functional.
+"""Regions and mutation in an exported graph: what must be inlined before the graph is made functional.
 
 Enters: graphs with higher-order operators (`no_grad`, autocast, checkpoints) and in-place operators. Leaves: flat
 graphs with the same gradients; errors where functional form would lose a gradient or a changed parameter.
@@ -204,7 +204,7 @@ def _refuse_hidden(where: str) -> NoReturn:
     )
 
 
-def settle(exported: ExportedProgram, prefix: str) -> None:
+def inline_regions(exported: ExportedProgram, prefix: str) -> None:
     """Inlines the regions of an exported graph and refuses changes in place that functional form would get wrong.
 
     Args:
@@ -281,7 +281,7 @@ def _refuse_change(kind: str, name: str, source: str) -> NoReturn:
 
 
 def refuse_mutation(exported: ExportedProgram, prefix: str) -> None:
-    """Refuses a functional program that returns new values of parameters or inputs; arguments as for `settle`.
+    """Refuses a functional program that returns new values of parameters or inputs; arguments as for `inline_regions`.
 
     Raises:
         CaptureError: names the parameter or input.

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from fxpar.capture.expert_modules import ExpertModule, computed_as_read
 from fxpar.capture.patches import grouped_products
-from fxpar.ops.combine import put_weighed
+from fxpar.ops.combine import moe_combine
 from fxpar.ops.gates import halves, swiglu_rows
-from fxpar.ops.grouped import group_sizes, grouped_linear, spread_rows
-from fxpar.ops.permute import sort_by_expert, take_rows
+from fxpar.ops.grouped import expand_by_expert, group_sizes, grouped_linear
+from fxpar.ops.permute import moe_permute, sort_by_expert
 
 _INTERFACE = "transformers.integrations.moe"
 # What torch's two grouped products call their operands.
@@ -70,7 +70,7 @@ def _experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_
     module: Any = self
     k = top_k_index.shape[-1]
     order, counts = sort_by_expert(top_k_index, module.num_experts)
-    rows = take_rows(hidden_states, order, k)
+    rows = moe_permute(hidden_states, order, k)
     entry = "gate_up_proj" if module.has_gate else "up_proj"
     states = _product(module, entry, rows, counts)
     if module.has_gate:
@@ -80,7 +80,7 @@ def _experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_
     states = _product(module, "down_proj", states, counts)
     if getattr(module, "has_post_expert_norm", False):
         states = module.post_expert_norm(states)
-    return put_weighed(states, top_k_weights, order, hidden_states.dtype)  # type: ignore[no-any-return]
+    return moe_combine(states, top_k_weights, order, hidden_states.dtype)  # type: ignore[no-any-return]
 
 
 def _is_swiglu(module: Any) -> bool:
@@ -93,5 +93,5 @@ def _is_swiglu(module: Any) -> bool:
 def _product(module: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
     product: Tensor = grouped_linear(rows, getattr(module, name), counts, module.is_transposed)
     if module.has_bias:
-        product = product + spread_rows(getattr(module, f"{name}_bias"), counts, rows.shape[0])
+        product = product + expand_by_expert(getattr(module, f"{name}_bias"), counts, rows.shape[0])
     return product

@@ -31,7 +31,7 @@ from fxpar.capture.dynamo import Assumption, Offered, dynamo_graph
 from fxpar.capture.expert_modules import ExpertModule
 from fxpar.capture.fake_weights import with_memory
 from fxpar.capture.functional import functional_form
-from fxpar.capture.graph_mutation import refuse_mutation, replace_copies, settle
+from fxpar.capture.graph_mutation import inline_regions, refuse_mutation, replace_copies
 from fxpar.capture.guards import (
     bound_arguments,
     check_example,
@@ -298,7 +298,7 @@ def _functional(
                 raise
             raise type(error)(error.reason, where=place_of(error), remedy=error.remedy) from error
         with patches.late_code():
-            settle(exported, prefix)
+            inline_regions(exported, prefix)
         norms = normed_batches(exported.graph, prefix)
         with patches.loss_shapes():
             functional = functional_form(exported)

@@ -80,9 +80,9 @@ class Keeping:
 
     def again(self, allowed: Set[fx.Node], saved: Set[int]) -> set[fx.Node]:
         """What is computed again where some storages are kept."""
-        return self._settled(allowed, saved)[1]
+        return self._saved_and_recomputed(allowed, saved)[1]
 
-    def _settled(self, allowed: Set[fx.Node], saved: Set[int]) -> tuple[set[fx.Node], set[fx.Node]]:
+    def _saved_and_recomputed(self, allowed: Set[fx.Node], saved: Set[int]) -> tuple[set[fx.Node], set[fx.Node]]:
         """The values that are kept, and those that are computed again."""
         parts: tuple[set[fx.Node], set[fx.Node]] = set(), set()
         pending = list(self.reads)
@@ -139,7 +139,9 @@ class Keeping:
         solution = model.solved(cost, never, 0.0 if budget is None else _GAP)
         if solution is None:
             return None
-        return self._of(self._settled(allowed, {storage for storage, i in storages.items() if solution[i]})[0])
+        return self._of(
+            self._saved_and_recomputed(allowed, {storage for storage, i in storages.items() if solution[i]})[0]
+        )
 
 
 class _BinaryProgram:

@@ -28,7 +28,7 @@ from fxpar.mesh.purpose import Cuts
 from fxpar.ops.functions import function
 from fxpar.program.batch_dim import batch_size
 from fxpar.program.grad_flow import carried
-from fxpar.program.placements import resting
+from fxpar.program.placements import canonical_placement
 from fxpar.program.program import (
     Program,
     TensorType,
@@ -70,7 +70,7 @@ def place_batch(program: Program, axis: str, rows: Mapping[str, int]) -> dict[fx
             continue
         if node.op == "placeholder":
             dim = rows.get(paths.get(node.name, ""), held_dims.get(node))
-            whole = resting(I, flags[node][0])
+            whole = canonical_placement(I, flags[node][0])
             placed[node] = Option((), (whole if dim is None else shard(dim, tensor_type(node).shape[dim]),))
             continue
         if demands(node, axis):
@@ -88,8 +88,10 @@ def place_batch(program: Program, axis: str, rows: Mapping[str, int]) -> dict[fx
             remedy = f"rows of the batch are computed apart: {_remedy(node, call)}, or set {axis}=1"
             raise LayoutError(f"on axis {axis}: {answer.reason}", where=describe(node), remedy=remedy)
         needs, produced = answer
-        outputs = tuple(resting(p, flag) for p, flag in zip(produced, flags[node], strict=True))
-        placed[node] = Option(tuple(resting(p, flag) for p, flag in zip(needs, carries, strict=True)), outputs, "batch")
+        outputs = tuple(canonical_placement(p, flag) for p, flag in zip(produced, flags[node], strict=True))
+        placed[node] = Option(
+            tuple(canonical_placement(p, flag) for p, flag in zip(needs, carries, strict=True)), outputs, "batch"
+        )
     return placed
 
 
@@ -124,8 +126,8 @@ def _signature(
 
 
 def _outputs(call: OpCall, needs: Sequence[Placement], carries: Sequence[bool]) -> tuple[Placement, ...] | Refusal:
-    settled = [resting(placement, flag) for placement, flag in zip(needs, carries, strict=True)]
-    return inferred(call, settled, carries, composite=False)
+    canonical = [canonical_placement(placement, flag) for placement, flag in zip(needs, carries, strict=True)]
+    return inferred(call, canonical, carries, composite=False)
 
 
 def _operands(

@@ -21,7 +21,7 @@ from fxpar.errors import PlanError
 from fxpar.layout.layout import I, Layout, Placement, shard
 from fxpar.program.buffer_outputs import is_buffer
 from fxpar.program.grad_flow import carried
-from fxpar.program.placements import resting
+from fxpar.program.placements import canonical_placement
 from fxpar.program.program import Program, describe, operands, tensor_type
 
 
@@ -77,7 +77,7 @@ def choose(program: Program, axis: str, lines: Lines, layouts: Mapping[str, Layo
     pins = resolve_overrides(program, lines, n, known)
     pinned = {node: pin.placement for node, pin in pins.items()}
     for node, dim in held_over(program, axis).items():
-        pinned[node] = resting(shard(dim, tensor_type(node).shape[dim]), carried(program)[node][0])
+        pinned[node] = canonical_placement(shard(dim, tensor_type(node).shape[dim]), carried(program)[node][0])
     options = list_options(program, n, carried(program), pinned, is_free=not layouts, axis=axis)
     prices, ends = Prices(program, options, program.plan.cost.on([axis])), _ends(program, options)
     solution = solve(program.graph, options, prices, ends)
@@ -91,7 +91,7 @@ def _ends(program: Program, options: AxisOptions) -> dict[Value, tuple[Placement
     ends: dict[Value, tuple[Placement, ...]] = {}
     for name, node in program.output_nodes().items():
         value = value_of(node)
-        whole = resting(I, options.carries(value))
+        whole = canonical_placement(I, options.carries(value))
         shards = [p for p in options.placements(value) if p.is_shard and not p.is_shared]
         allowed = (whole,) if name == program.loss or is_buffer(name) else (whole, *shards)
         ends[value] = min(ends.get(value, allowed), allowed, key=len)

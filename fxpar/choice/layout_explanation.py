@@ -16,7 +16,7 @@ from fxpar.choice.choose import Choice
 from fxpar.choice.options import AxisOptions, Option, Value, value_of
 from fxpar.choice.prices import Prices
 from fxpar.layout.layout import Placement
-from fxpar.program.placements import unsettled
+from fxpar.program.placements import pending
 from fxpar.program.program import Program, describe, operands
 from fxpar.rules import Refusal, call_of, seeded
 
@@ -161,5 +161,5 @@ def _uses(value: Value) -> Iterator[tuple[fx.Node, int]]:
 def _refusal(options: AxisOptions, user: fx.Node, position: int, placement: Placement) -> str:
     if not placement.is_shard:
         return f"it cannot be {placement}"
-    signature, _ = seeded(call_of(user, options.n), position, unsettled(placement))
+    signature, _ = seeded(call_of(user, options.n), position, pending(placement))
     return signature.reason if isinstance(signature, Refusal) else f"other operands cannot follow {placement}"

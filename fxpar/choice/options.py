@@ -25,7 +25,7 @@ from fxpar.choice.shard_propagation import Trail, Weights, follow
 from fxpar.choice.tokens import tokens_of
 from fxpar.layout.layout import I, Placement, R, fits, shard
 from fxpar.layout.symbolic_sizes import Size, names
-from fxpar.program.placements import at_rest, resting, unsettled
+from fxpar.program.placements import as_parameter, canonical_placement, pending
 from fxpar.program.program import Program, describe, operands, output_types
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
 from fxpar.signatures.engine import partial_signatures
@@ -154,7 +154,9 @@ def list_options(
         if parameter is not None and parameter.kind == "parameter":
             reached.add(node)
             cuts = (pins[node],) if node in pins else _offered(options, node, free.get(node, []))
-            offered = tuple(Option((), (resting(cut, flags[node][0]),), _why(options, node, cut)) for cut in cuts)
+            offered = tuple(
+                Option((), (canonical_placement(cut, flags[node][0]),), _why(options, node, cut)) for cut in cuts
+            )
             options.of[node] = interned.setdefault(offered, offered)
         elif node.op == "placeholder":
             options.of[node] = interned.setdefault((Option((), (R,)),), (Option((), (R,)),))
@@ -222,8 +224,8 @@ def _cuts(options: AxisOptions, node: fx.Node) -> list[Placement]:
             # What an embedding looks up of a part of each row would be gathered at once.
             is_gathered = trail.refused and (trail.inner or (is_table and not trail.vocabulary))
             if not trail.torn and not is_gathered:
-                options.trails[node, cut] = options.trails[node, at_rest(cut)] = trail
-                cuts.append(at_rest(cut))
+                options.trails[node, cut] = options.trails[node, as_parameter(cut)] = trail
+                cuts.append(as_parameter(cut))
                 _add_met(options, node, dim, cuts)
                 break
             user, refusal = (trail.torn or trail.refused)[0]
@@ -290,14 +292,16 @@ def _signatures(options: AxisOptions, node: fx.Node, inputs: list[Value]) -> Ite
     carries = [options.carries(value) for value in inputs]
     seen = set()
     for placements, why in _wanted(options, call, inputs, node in options.products and not options.over_tokens):
-        settled = tuple(resting(placement, flag) for placement, flag in zip(placements, carries, strict=True))
-        if settled in seen:
+        canonical = tuple(
+            canonical_placement(placement, flag) for placement, flag in zip(placements, carries, strict=True)
+        )
+        if canonical in seen:
             continue
-        seen.add(settled)
-        result = inferred(call, settled, carries, composite=True)
+        seen.add(canonical)
+        result = inferred(call, canonical, carries, composite=True)
         if not isinstance(result, Refusal):
             outputs = zip(result, options.flags[node], strict=True)
-            yield Option(settled, tuple(resting(placement, flag) for placement, flag in outputs), why)
+            yield Option(canonical, tuple(canonical_placement(placement, flag) for placement, flag in outputs), why)
 
 
 def _wanted(
@@ -311,7 +315,7 @@ def _wanted(
         return
     for index, value in enumerate(inputs):
         tokens = None if is_product else options.token_cut(value)
-        offered = (unsettled(placement) for placement in options.placements(value))
+        offered = (pending(placement) for placement in options.placements(value))
         for placement in dict.fromkeys((*offered, *([tokens] if tokens else []))):
             if placement.is_shard and not (is_product and options.is_token_cut(value, placement)):
                 signature, _ = seeded(call, index, placement)

@@ -19,7 +19,7 @@ from fxpar.choice.shard_propagation import Arrived, Trail, Weights, follow
 from fxpar.errors import PlanError
 from fxpar.layout.layout import I, Placement
 from fxpar.program.parameter_flow import weights_of
-from fxpar.program.placements import at_rest
+from fxpar.program.placements import as_parameter
 from fxpar.program.program import Parameter, Program, describe, operands, tensor_type
 
 
@@ -158,7 +158,7 @@ def _pin_matrix(
     placement, trail = tried[costs.index(min(costs))]
     if min(costs) >= _UNFIT:
         _refuse_matrix([trail for _, trail in tried], parameter, line, n)
-    return Pin(at_rest(placement), how, f"plan: {glob} = {how}", trail.product, tuple(trail.products)), trail.seen
+    return Pin(as_parameter(placement), how, f"plan: {glob} = {how}", trail.product, tuple(trail.products)), trail.seen
 
 
 def _roles(node: fx.Node, dim: int, weights: Weights) -> set[str]:
@@ -225,7 +225,7 @@ def _pin_vector(
     trails = [follow(node, placement, n, weights, arrived) for placement in cuts]
     # What refuses the sum, further on, refuses the matrix.
     costs = [sum(not trail.weights.isdisjoint(operands(user)) for user, _ in trail.refused) for trail in trails]
-    return Pin(at_rest(cuts[costs.index(min(costs))]), pin.role, f"plan: {glob} = {how}")
+    return Pin(as_parameter(cuts[costs.index(min(costs))]), pin.role, f"plan: {glob} = {how}")
 
 
 def _meets(node: fx.Node, weights: Weights, products: Mapping[fx.Node, Pin]) -> Pin | None:

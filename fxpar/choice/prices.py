@@ -137,7 +137,7 @@ class Prices:
             return None
         whole_matrix = target.is_shard and carries and is_matrix(output_types(value[0])[value[1]])
         is_held = value[0] in self.options.weights or value[0] in self.options.tables
-        if is_held and (source.is_shard or whole_matrix) and not source.settled:
+        if is_held and (source.is_shard or whole_matrix) and not source.reduced:
             return None
         collectives = [row.forward] if not carries else [row.forward, row.backward]
         n, size = self.options.n, self.bytes_of(value)
@@ -146,7 +146,7 @@ class Prices:
         if row.operator.sums_gradients and value[0] in self.options.weights:
             kind = output_types(value[0])[value[1]]
             size *= held_type(self.program.plan, kind).dtype.itemsize / kind.dtype.itemsize
-        if source.settled:
+        if source.reduced:
             part, total = shared_fraction(source)
             size *= part / total
         seconds = TIE_CONVERSION

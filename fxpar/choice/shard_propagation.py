@@ -18,7 +18,7 @@ from torch import fx
 from fxpar.layout.layout import Placement
 from fxpar.layout.symbolic_sizes import Size, divide, product
 from fxpar.ops.coercion_table import coercion
-from fxpar.program.placements import unsettled
+from fxpar.program.placements import pending
 from fxpar.program.program import operands, output_types
 from fxpar.rules.rule_cache import question
 from fxpar.rules.table import rule_of, seeded
@@ -205,16 +205,16 @@ def follow(node: fx.Node, placement: Placement, n: int, weights: Weights, arrive
 
 def _followed(node: fx.Node, placement: Placement, n: int, weights: Weights, arrived: Arrived) -> Trail:
     trail = Trail()
-    trail.seen[node] = (weights.placement(unsettled(placement)),)
+    trail.seen[node] = (weights.placement(pending(placement)),)
     trail.weights.add(node)
-    pending = [node]
+    waiting = [node]
     visited: set[tuple[fx.Node, fx.Node]] = set()
     last = node  # of all users
     passed: list[tuple[tuple[fx.Node, tuple[Placement, ...], int], _Rest]] = []
-    while pending:
-        current = min(pending)  # in the order of the graph
-        pending.remove(current)
-        if not arrived and not pending and last is current and current not in trail.weights:
+    while waiting:
+        current = min(waiting)  # in the order of the graph
+        waiting.remove(current)
+        if not arrived and not waiting and last is current and current not in trail.weights:
             key = current, trail.seen[current], n
             if key in weights.rests:
                 weights.rests[key].add_to(trail)
@@ -232,7 +232,7 @@ def _followed(node: fx.Node, placement: Placement, n: int, weights: Weights, arr
                 trail.weights.add(user)
             if outputs and any(p.is_shard for p in outputs) and user not in trail.seen:
                 trail.seen[user] = outputs
-                pending.append(user)
+                waiting.append(user)
     for key, before in reversed(passed):
         weights.rests[key] = replace(before, factored=trail.factored, inner=trail.inner)
         trail.factored |= before.factored

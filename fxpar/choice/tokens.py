@@ -141,10 +141,10 @@ def token_reason(node: fx.Node, dim: int, weights: Weights, rows: Rows) -> str:
                 return f"its dimension {dim} stands for tokens, which it meets at {describe(user)}"
             if _becomes_rows(trail, current, user, weights, rows):
                 return f"its dimension {dim} stands for tokens, the rows of {describe(user)}"
-            is_settled = was_feature and _is_sum_with_others(trail, user, weights)
+            is_summed = was_feature and _is_sum_with_others(trail, user, weights)
             if outputs and any(p.is_shard for p in outputs) and user not in trail.seen:
                 trail.seen[user] = outputs
-                pending += [] if is_settled else [user]
+                pending += [] if is_summed else [user]
     return ""
 
 

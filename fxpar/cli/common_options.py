@@ -54,7 +54,7 @@ class Request:
             raise InputError(f"{', '.join(useless)}: {reason}", where=self.model, remedy=remedy)
 
 
-# Flags that a program's text has settled already: those of the plan, of the mode and of the example.
+# Flags that a program's text fixes: those of the plan, of the mode and of the example.
 PLAN_FLAGS = ("--plan", *(flag.name for flag in plan_flags()))
 EXAMPLE_FLAGS = ("--batch", "--seq")
 MODE_FLAG = "--train/--eval"

@@ -35,13 +35,12 @@ from fxpar.program.dtypes import DTYPE_NAMES
 from fxpar.program.program import Input, PassRecord, Program
 from fxpar.program.step import output_of
 from fxpar.text.parsing import parse_program
-from fxpar.text.printing import print_program
+from fxpar.text.printing import VERSION, print_program
 from fxpar.verify.faithful import compare, findings
 from fxpar.verify.static import STATIC
 from fxpar.verify.values import call_inputs, program_state
 
 CAPTURE, VALUES = "00-capture.txt", "values.safetensors"
-_FIRST_LINE = "fxpar 1"
 _DUMPED = re.compile(r"(\d\d)-(.+)\.txt")
 
 
@@ -134,7 +133,7 @@ def is_text(spec: str) -> bool:
     """Whether the word names an existing file that starts as a program's text does."""
     try:
         with open(spec, encoding="utf-8") as stream:
-            return stream.readline().startswith(_FIRST_LINE)
+            return stream.readline().startswith("fxpar ")  # of another version too, which is told when it is read
     except (OSError, UnicodeDecodeError, ValueError):
         return False
 
@@ -168,7 +167,7 @@ def compared(ui: Ui, start: Start) -> tuple[str, ...]:
 
 
 def refuse_flags(request: Request) -> None:
-    """Refuses options that a text has settled already."""
+    """Refuses options that a text fixes."""
     request.refuse(PLAN_FLAGS, "the plan stands in the text", "edit its plan line, or dump the model again")
     request.refuse((*EXAMPLE_FLAGS, MODE_FLAG), "the text is of a captured model", "dump the model again")
 
@@ -181,7 +180,7 @@ def open_model(ui: Ui, request: Request) -> LoadedModel:
     """
     if is_file(Path(request.model)) and ":" not in request.model:
         raise InputError(
-            f"is no program's text: it does not start with '{_FIRST_LINE}'",
+            f"is no program's text: it does not start with '{VERSION}'",
             where=request.model,
             remedy="name a file that 'fxpar run --dump' or 'fxpar trace --out' wrote, or file.py:function",
         )

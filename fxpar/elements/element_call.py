@@ -15,7 +15,7 @@ from torch import fx
 
 from fxpar.elements.affine import UnknownElements, index
 from fxpar.elements.numbers import Element, Numbers, as_numbers, as_predicate, constant, gathered, rounded
-from fxpar.elements.predicate import FALSE, TRUE, Predicate, settled
+from fxpar.elements.predicate import FALSE, TRUE, Predicate, normal_form
 from fxpar.layout.symbolic_sizes import Size, simplify
 from fxpar.program.program import ScalarType, TensorType, note, tensor_type
 
@@ -39,8 +39,8 @@ def normal(element: Element, shape: Sequence[Size]) -> Element:
     """With 0 for the index of each dimension of size 1."""
     element = element.replaced({index(dim): 0 for dim, size in enumerate(shape) if size == 1})
     if isinstance(element, Predicate):
-        return settled(element.clauses, shape)
-    return gathered([(settled(c.clauses, shape), x) for c, x in element.cases], shape)
+        return normal_form(element.clauses, shape)
+    return gathered([(normal_form(c.clauses, shape), x) for c, x in element.cases], shape)
 
 
 @dataclass(frozen=True)

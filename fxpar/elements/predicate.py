@@ -41,28 +41,28 @@ TRUE, FALSE = Predicate(frozenset([frozenset()])), Predicate(frozenset())
 
 def at_least_zero(size: Size, shape: Sequence[Size]) -> Predicate:
     """True where the expression is at least 0."""
-    return settled([frozenset([simplify(size)])], shape)
+    return normal_form([frozenset([simplify(size)])], shape)
 
 
 def both(a: Predicate, b: Predicate, shape: Sequence[Size]) -> Predicate:
     """The conjunction, over tensors of one shape."""
-    return settled([x | y for x, y in product(a.clauses, b.clauses)], shape)
+    return normal_form([x | y for x, y in product(a.clauses, b.clauses)], shape)
 
 
 def either(a: Predicate, b: Predicate, shape: Sequence[Size]) -> Predicate:
     """The disjunction, over tensors of one shape."""
-    return settled([*a.clauses, *b.clauses], shape)
+    return normal_form([*a.clauses, *b.clauses], shape)
 
 
 def negated(a: Predicate, shape: Sequence[Size]) -> Predicate:
     """The negation: of integers, `e >= 0` fails where `-e - 1 >= 0`."""
     negation = TRUE
     for clause in a.clauses:
-        negation = both(negation, settled([frozenset([simplify(-size - 1)]) for size in clause], shape), shape)
+        negation = both(negation, normal_form([frozenset([simplify(-size - 1)]) for size in clause], shape), shape)
     return negation
 
 
-def settled(clauses: Iterable[Clause], shape: Sequence[Size]) -> Predicate:
+def normal_form(clauses: Iterable[Clause], shape: Sequence[Size]) -> Predicate:
     """The same elements in fewer words: without what is always or never true, or follows from the rest.
 
     Raises:

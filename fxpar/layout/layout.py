@@ -24,7 +24,7 @@ number: that n divides the number of heads is checked by the view that makes the
 
 Five more forms of a piece. `!kv` is a segment that every rank holds whole. `kv / c` is cut into n/c blocks of which
 each is held by c neighbours (the axis is factored, SPEC section 2.2): the gradient of a block is partial among them, as
-with R, or the same on all of them, as with I, where the placement is *settled* (`S(0: kv / 2; I)`). `v ~ p` is a run of
+with R, or the same on all of them, as with I, where the placement is *reduced* (`S(0: kv / 2; I)`). `v ~ p` is a run of
 v elements that n need not divide (a vocabulary): every rank holds p/n, of which the first are its ceil(v/n) elements or
 what is left of them, the others padding. In `s reversed` rank r holds the r-th block from the end of each run. And the
 runs may consist of segments: `b x (s | s reversed)` is the zigzag of context parallelism (SPEC section 6), in a
@@ -97,7 +97,7 @@ class Placement:
         kind: I, R, S, P or V.
         dim: the dimension that is cut.
         pieces: what it consists of.
-        settled: of shared blocks, whether their gradients are the same on the ranks that hold them.
+        reduced: of shared blocks, whether their gradients are the same on the ranks that hold them.
         partial: of shared blocks, whether the values are summands among the ranks that hold them (a gradient's are).
         zeros: of a padded cut, whether the padding is zero (that of a gradient is).
     """
@@ -105,7 +105,7 @@ class Placement:
     kind: str
     dim: int = -1
     pieces: tuple[Piece, ...] = ()
-    settled: bool = False
+    reduced: bool = False
     partial: bool = False
     zeros: bool = False
 
@@ -146,7 +146,7 @@ class Placement:
     @property
     def cut_text(self) -> str:
         """The pieces, as `S(1: …)` shows them."""
-        mark = "I" if self.settled else "P" if self.partial else "0" if self.zeros else ""
+        mark = "I" if self.reduced else "P" if self.partial else "0" if self.zeros else ""
         return " | ".join(str(p) for p in self.pieces) + (f"; {mark}" if mark else "")
 
     def __str__(self) -> str:
@@ -189,9 +189,9 @@ def _cuts(placement: Placement, shape: tuple[Size, ...], n: int) -> bool:
     if not 0 <= placement.dim < len(shape) or not any(p.sharded for p in placement.pieces):
         return False
     total = simplify(sum(p.length for p in placement.pieces))
-    if (placement.settled or placement.partial) and not placement.is_shared:
+    if (placement.reduced or placement.partial) and not placement.is_shared:
         return False
-    if (placement.settled and placement.partial) or (placement.zeros and not placement.is_padded):
+    if (placement.reduced and placement.partial) or (placement.zeros and not placement.is_padded):
         return False
     if not _is_one_order(placement.pieces):
         return False

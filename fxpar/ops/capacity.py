@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 
-@torch.library.custom_op("fxpar::keep_first", mutates_args=())
-def keep_first(indices: Tensor, experts: int, capacity: int) -> Tensor:
+@torch.library.custom_op("fxpar::drop_by_position", mutates_args=())
+def drop_by_position(indices: Tensor, experts: int, capacity: int) -> Tensor:
     """Each expert keeps the tokens that stand first.
 
     Args:
@@ -27,12 +27,12 @@ def keep_first(indices: Tensor, experts: int, capacity: int) -> Tensor:
     return _kept(indices, None, experts, capacity)
 
 
-@torch.library.custom_op("fxpar::keep_heaviest", mutates_args=())
-def keep_heaviest(indices: Tensor, weights: Tensor, experts: int, capacity: int) -> Tensor:
+@torch.library.custom_op("fxpar::drop_by_probability", mutates_args=())
+def drop_by_probability(indices: Tensor, weights: Tensor, experts: int, capacity: int) -> Tensor:
     """Each expert keeps the tokens that give it most weight, of equal ones those that stand first.
 
     Args:
-        indices: as `keep_first` takes them.
+        indices: as `drop_by_position` takes them.
         weights: of the pairs, [..., T, K].
         experts: likewise.
         capacity: likewise.
@@ -55,11 +55,11 @@ def _kept(indices: Tensor, weights: Tensor | None, experts: int, capacity: int) 
     return torch.where(is_kept, flat, experts).view(indices.shape)
 
 
-@keep_first.register_fake
+@drop_by_position.register_fake
 def _first_shape(indices: Tensor, experts: int, capacity: int) -> Tensor:
     return torch.empty_like(indices, memory_format=torch.contiguous_format)
 
 
-@keep_heaviest.register_fake
+@drop_by_probability.register_fake
 def _heaviest_shape(indices: Tensor, weights: Tensor, experts: int, capacity: int) -> Tensor:
     return torch.empty_like(indices, memory_format=torch.contiguous_format)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 
-@torch.library.custom_op("fxpar::block_order", mutates_args=())
-def block_order(order: Tensor, counts: Tensor, blocks: int, capacity: int) -> Tensor:
+@torch.library.custom_op("fxpar::dispatch_indices", mutates_args=())
+def dispatch_indices(order: Tensor, counts: Tensor, blocks: int, capacity: int) -> Tensor:
     """Rows by the rank they go to: the experts of each in one block of places.
 
     Args:
@@ -36,7 +36,7 @@ def block_order(order: Tensor, counts: Tensor, blocks: int, capacity: int) -> Te
     return torch.where((place < sent.unsqueeze(-1)).flatten(-2), entries, -1)
 
 
-@block_order.register_fake
+@dispatch_indices.register_fake
 def _blocks_shape(order: Tensor, counts: Tensor, blocks: int, capacity: int) -> Tensor:
     return order.new_empty((*order.shape[:-1], blocks * capacity))
 
@@ -46,7 +46,7 @@ def block_excess(counts: Tensor, blocks: int, capacity: int) -> Tensor:
     """For how many rows the fullest block has no place.
 
     Args:
-        counts: i64 [..., experts], as `block_order` has them.
+        counts: i64 [..., experts], as `dispatch_indices` has them.
         blocks: likewise.
         capacity: likewise.
 

@@ -147,15 +147,15 @@ def lower_scatter(node: fx.Node, rank: OnRank) -> LoweredCall:
     return LoweredCall(process_group.start_scatter, start, finish=process_group.scattered)
 
 
-def lower_take(node: fx.Node, rank: OnRank) -> LoweredCall:
+def lower_r_to_s(node: fx.Node, rank: OnRank) -> LoweredCall:
     """The rank's block, or its part of a block that others share."""
     ranks, (_, result) = rank.ranks(node), _sides(node, rank)
     if result.is_shared:
-        return lower_take_part(node, rank)
+        return lower_split_shared(node, rank)
     return LoweredCall(process_group.take, (node.args[0], *rank.cut(result), ranks.group, ranks.size, ranks.index))
 
 
-def lower_pad(node: fx.Node, rank: OnRank) -> LoweredCall:
+def lower_s_to_p(node: fx.Node, rank: OnRank) -> LoweredCall:
     """The rank's block in its place among zeros."""
     ranks, (source, _) = rank.ranks(node), _sides(node, rank)
     return LoweredCall(process_group.pad, (node.args[0], *rank.cut(source), ranks.group, ranks.size, ranks.index))
@@ -165,11 +165,11 @@ def _sides(node: fx.Node, rank: OnRank) -> tuple[Placement, Placement]:
     return rank.placed(operands(node)[0], node), rank.placed(node, node)
 
 
-def lower_take_part(node: fx.Node, rank: OnRank) -> LoweredCall:
+def lower_split_shared(node: fx.Node, rank: OnRank) -> LoweredCall:
     """The rank's part of a block, or of the whole, that others share."""
     ranks, (source, result) = rank.ranks(node), _sides(node, rank)
     pieces = rank.shared(source, result, ranks.size)
-    return LoweredCall(factored.take_part, (node.args[0], result.dim, pieces, ranks.index))
+    return LoweredCall(factored.split_shared, (node.args[0], result.dim, pieces, ranks.index))
 
 
 def lower_all_to_all(node: fx.Node, rank: OnRank) -> LoweredCall:
@@ -205,20 +205,22 @@ def lower_sum_gradients(node: fx.Node, rank: OnRank) -> LoweredCall:
     return LoweredCall(sum_gradients, (list(node.args),))
 
 
-def lower_pad_part(node: fx.Node, rank: OnRank) -> LoweredCall:
+def lower_pad_shared(node: fx.Node, rank: OnRank) -> LoweredCall:
     """The rank's part in its place in a block that others share."""
     ranks, (source, result) = rank.ranks(node), _sides(node, rank)
     pieces = rank.shared(result.plain, source.plain, ranks.size)
-    return LoweredCall(factored.pad_part, (node.args[0], source.dim, pieces, ranks.index))
+    return LoweredCall(factored.pad_shared, (node.args[0], source.dim, pieces, ranks.index))
 
 
-def lower_sum_shared(node: fx.Node, rank: OnRank) -> LoweredCall:
+def lower_reduce_from_shared(node: fx.Node, rank: OnRank) -> LoweredCall:
     """An all-reduce of what ranks share, each block in its place."""
     ranks, (source, _) = rank.ranks(node), _sides(node, rank)
     cut = source.dim, rank.shared(source.plain, source.plain, ranks.size)
     start, rest = (*cut, ranks.group, ranks.size, ranks.index), (*cut, ranks.size, ranks.index)
     x = node.args[0]
-    return LoweredCall(factored.start_sum_shared, (x, *start), finish=factored.sum_shared, rest=(x, *rest))
+    return LoweredCall(
+        factored.start_reduce_from_shared, (x, *start), finish=factored.reduce_from_shared, rest=(x, *rest)
+    )
 
 
 def lower_coalesced(node: fx.Node, rank: OnRank) -> LoweredCall:

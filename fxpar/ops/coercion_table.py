@@ -16,22 +16,22 @@ from fxpar.ops.coercions import (
     all_reduce,
     all_to_all,
     copy_to,
-    gather,
-    keep_first,
-    mask_first,
-    pad,
-    pad_part,
+    copy_to_shared,
+    i_to_p,
+    i_to_s,
+    pad_shared,
+    r_to_i,
+    r_to_p,
+    r_to_s,
     reduce_from,
+    reduce_from_shared,
     reduce_scatter,
-    settle,
-    share,
-    split,
-    sum_shared,
-    take,
-    take_part,
+    s_to_i,
+    s_to_p,
+    split_shared,
 )
 from fxpar.ops.operator import Operator
-from fxpar.program.placements import is_finer, unsettled
+from fxpar.program.placements import is_finer, pending
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ def _row(operator: Operator) -> Coercion:
     return Coercion(*operator.kinds, operator, *operator.sends)
 
 
-_PLAIN = (copy_to, reduce_from, all_gather, reduce_scatter, split, gather, take, all_reduce, settle, keep_first)
+_PLAIN = (copy_to, reduce_from, all_gather, reduce_scatter, i_to_s, s_to_i, r_to_s, all_reduce, r_to_i, i_to_p)
 COERCIONS: Mapping[tuple[str, str], Coercion] = {
-    (row.source, row.target): row for row in map(_row, (*_PLAIN, mask_first, all_to_all))
+    (row.source, row.target): row for row in map(_row, (*_PLAIN, r_to_p, all_to_all))
 }
 # Of shards whose blocks several ranks hold (SPEC section 2.2): I → R and R → S on the inner factor of the axis.
-_SHARE, _TAKE_PART = _row(share), _row(take_part)
+_SHARE, _TAKE_PART = _row(copy_to_shared), _row(split_shared)
 
 # Conversions of gradients alone.
-_PAD, _PAD_PART, _SUM_SHARED = _row(pad), _row(pad_part), _row(sum_shared)
+_PAD, _PAD_PART, _SUM_SHARED = _row(s_to_p), _row(pad_shared), _row(reduce_from_shared)
 _OF_GRADIENTS = (_PAD, _PAD_PART, _SUM_SHARED)
 
 COERCION_OF: Mapping[Any, Coercion] = {
@@ -75,8 +75,8 @@ def coercion(source: Placement, target: Placement) -> Coercion | None:
         return None
     if source.plain != source or target.plain != target:
         return None
-    if source.settled or target.settled:
-        return _SHARE if source.settled and unsettled(source) == target else None
+    if source.reduced or target.reduced:
+        return _SHARE if source.reduced and pending(source) == target else None
     if not source.is_shared and not target.is_shared:
         return COERCIONS.get((source.kind, target.kind))
     return _TAKE_PART if is_finer(source, target) else None

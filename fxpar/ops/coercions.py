@@ -7,13 +7,13 @@ and what each is in the backward. The placement a coercion converts *to* is the 
 rank runs.
 
 Where the ranks of an axis share blocks (`kv / c`, `!kv`) the axis is factored: n/c blocks over the outer factor, and
-on the inner one the blocks are invariant (settled) or replicated. Its coercions are those of the inner factor:
+on the inner one the blocks are invariant (reduced) or replicated. Its coercions are those of the inner factor:
 
 ================  ========================  ==========================================  ===========
 from → to         forward                   backward                                    name
 ================  ========================  ==========================================  ===========
-S / c; I → S / c  identity                  all-reduce of the shared blocks' gradients  `share`
-S / c → S / d     each rank keeps its part  zero-pad (partial)                          `take_part`
+S / c; I → S / c  identity                  all-reduce of the shared blocks' gradients  `copy_to_shared`
+S / c → S / d     each rank keeps its part  zero-pad (partial)                          `split_shared`
 ================  ========================  ==========================================  ===========
 """
 
@@ -36,14 +36,14 @@ from fxpar.ops.coercion_lowering import (
     lower_all_to_all,
     lower_coalesced,
     lower_gather,
-    lower_pad,
-    lower_pad_part,
+    lower_pad_shared,
+    lower_r_to_s,
+    lower_reduce_from_shared,
+    lower_s_to_p,
     lower_scatter,
+    lower_split_shared,
     lower_sum,
     lower_sum_gradients,
-    lower_sum_shared,
-    lower_take,
-    lower_take_part,
     shape,
     traffic,
 )
@@ -68,7 +68,7 @@ def _conjugated(reverse: Reverse) -> Gradients:
     (source,) = operands(node)
     (kind,), layout = output_types(source), dual_layout(output_layouts(source)[0])
     kind = TensorType(output_types(gradient)[0].dtype, kind.shape)  # sums of half-precision gradients are wider
-    phase = PARAMETER if target in (all_reduce, sum_shared) and of_parameter(node) else BACKWARD
+    phase = PARAMETER if target in (all_reduce, reduce_from_shared) and of_parameter(node) else BACKWARD
     args, kwargs, name = (gradient,), {"axis": node.kwargs["axis"]}, f"{gradient.name}_{target.__name__}"
     return (reverse.emit.call(target, args, kwargs, kind, note(node), layouts=[layout], phase=phase, name=name),)
 
@@ -151,9 +151,9 @@ def reduce_scatter(x: Any, *, axis: str) -> Any:
     _record,
     kinds=("I", "S"),
     sends=("", "all_gather"),
-    lower=lower_take,
+    lower=lower_r_to_s,
 )
-def split(x: Any, *, axis: str) -> Any:
+def i_to_s(x: Any, *, axis: str) -> Any:
     """I → S: each rank keeps its block; all-gather of the gradient."""
 
 
@@ -164,12 +164,12 @@ def split(x: Any, *, axis: str) -> Any:
     lower=lower_gather,
     copies=True,
 )
-def gather(x: Any, *, axis: str) -> Any:
+def s_to_i(x: Any, *, axis: str) -> Any:
     """S → I: all-gather; each rank keeps its block of the gradient."""
 
 
-@partial(_record, kinds=("R", "S"), lower=lower_take)
-def take(x: Any, *, axis: str) -> Any:
+@partial(_record, kinds=("R", "S"), lower=lower_r_to_s)
+def r_to_s(x: Any, *, axis: str) -> Any:
     """R → S: each rank keeps its block; the gradient is padded with zeros, a summand."""
 
 
@@ -185,17 +185,17 @@ def all_reduce(x: Any, *, axis: str) -> Any:
 
 
 @partial(_record, kinds=("R", "I"), lower=as_it_is)
-def settle(x: Any, *, axis: str) -> Any:
+def r_to_i(x: Any, *, axis: str) -> Any:
     """R → I: identity; the gradient is kept on rank 0 and zero elsewhere."""
 
 
 @partial(_record, kinds=("I", "P"), lower=first_only)
-def keep_first(x: Any, *, axis: str) -> Any:
+def i_to_p(x: Any, *, axis: str) -> Any:
     """I → P: kept on rank 0, zero elsewhere; identity on the gradient."""
 
 
 @partial(_record, kinds=("R", "P"), lower=first_only)
-def mask_first(x: Any, *, axis: str) -> Any:
+def r_to_p(x: Any, *, axis: str) -> Any:
     """R → P: kept on rank 0, zero elsewhere, forward and backward."""
 
 
@@ -218,36 +218,36 @@ def all_to_all(x: Any, *, axis: str) -> Any:
     lower=as_it_is,
     sums_gradients=True,
 )
-def share(x: Any, *, axis: str) -> Any:
+def copy_to_shared(x: Any, *, axis: str) -> Any:
     """S; I → S (f among the ranks that share a block): identity; all-reduce of the gradients of what is shared."""
 
 
-@partial(_record, kinds=("S", "S"), lower=lower_take_part)
-def take_part(x: Any, *, axis: str) -> Any:
+@partial(_record, kinds=("S", "S"), lower=lower_split_shared)
+def split_shared(x: Any, *, axis: str) -> Any:
     """S / c → S: each of the ranks that share a block keeps a part of it; the gradient is padded with zeros."""
 
 
 # Of gradients alone: the conjugates of coercions that have no conjugate among those above.
 
 
-@partial(_record, kinds=("S", "P"), lower=lower_pad)
-def pad(x: Any, *, axis: str) -> Any:
-    """S → P: each rank's block in its place, zeros elsewhere; the conjugate of `take`."""
+@partial(_record, kinds=("S", "P"), lower=lower_s_to_p)
+def s_to_p(x: Any, *, axis: str) -> Any:
+    """S → P: each rank's block in its place, zeros elsewhere; the conjugate of `r_to_s`."""
 
 
-@partial(_record, kinds=("S", "S"), lower=lower_pad_part)
-def pad_part(x: Any, *, axis: str) -> Any:
-    """S → S / c; P: each rank's part in its place in a shared block, zeros elsewhere; the conjugate of `take_part`."""
+@partial(_record, kinds=("S", "S"), lower=lower_pad_shared)
+def pad_shared(x: Any, *, axis: str) -> Any:
+    """S → S / c; P: a rank's part in its place in a shared block, zeros elsewhere; the conjugate of `split_shared`."""
 
 
-@partial(_record, kinds=("S", "S"), sends=("all_reduce", ""), lower=lower_sum_shared)
-def sum_shared(x: Any, *, axis: str) -> Any:
-    """S / c; P → S / c: all-reduce among the ranks that share a block; the conjugate of `share`."""
+@partial(_record, kinds=("S", "S"), sends=("all_reduce", ""), lower=lower_reduce_from_shared)
+def reduce_from_shared(x: Any, *, axis: str) -> Any:
+    """S / c; P → S / c: all-reduce among the ranks that share a block; the conjugate of `copy_to_shared`."""
 
 
 @partial(_record, shape=lambda call: list(call.args), traffic=coalesced_traffic, lower=lower_coalesced)
 def all_reduce_coalesced(*gradients: Any, axis: str) -> Any:
-    """Several gradients, each summed as `all_reduce` or `sum_shared` would: one all-reduce of all."""
+    """Several gradients, each summed as `all_reduce` or `reduce_from_shared` would: one all-reduce of all."""
 
 
 @partial(
@@ -259,7 +259,7 @@ def all_reduce_coalesced(*gradients: Any, axis: str) -> Any:
     derivative=_together,
 )
 def sum_gradients(*weights: Any, axis: str) -> Any:
-    """Several parameters, each coerced as `copy_to` or `share` would: identity; one all-reduce of all gradients.
+    """Several parameters, as `copy_to` or `copy_to_shared` coerce each: identity; one all-reduce of all gradients.
 
     A weight may also be what another such sum, over other axes, gives of a parameter.
     """
@@ -269,11 +269,11 @@ def sum_gradients(*weights: Any, axis: str) -> Any:
 
 # What a coercion is in the backward, where I and R are one; None of those that leave the value as it is.
 IN_BACKWARD: Mapping[Any, Operator | None] = {
-    **dict.fromkeys((copy_to, settle, share)),
+    **dict.fromkeys((copy_to, r_to_i, copy_to_shared)),
     reduce_from: all_reduce,
-    gather: all_gather,
-    split: take,
-    keep_first: mask_first,
+    s_to_i: all_gather,
+    i_to_s: r_to_s,
+    i_to_p: r_to_p,
 }
 # What a gradient goes through where the value goes through a coercion; None where it stays as it is.
 CONJUGATE: Mapping[Any, Operator | None] = {
@@ -281,14 +281,14 @@ CONJUGATE: Mapping[Any, Operator | None] = {
     reduce_from: None,
     all_gather: reduce_scatter,
     reduce_scatter: all_gather,
-    split: all_gather,
-    gather: take,
-    take: pad,
+    i_to_s: all_gather,
+    s_to_i: r_to_s,
+    r_to_s: s_to_p,
     all_reduce: all_reduce,
-    settle: mask_first,
-    keep_first: None,
-    mask_first: mask_first,
+    r_to_i: r_to_p,
+    i_to_p: None,
+    r_to_p: r_to_p,
     all_to_all: all_to_all,
-    share: sum_shared,
-    take_part: pad_part,
+    copy_to_shared: reduce_from_shared,
+    split_shared: pad_shared,
 }

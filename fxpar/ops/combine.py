@@ -14,8 +14,8 @@ from torch import Tensor
 from fxpar.ops import rows
 
 
-@torch.library.custom_op("fxpar::put_weighed", mutates_args=())
-def put_weighed(y: Tensor, weights: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
+@torch.library.custom_op("fxpar::moe_combine", mutates_args=())
+def moe_combine(y: Tensor, weights: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
     """For each token the weighted sum of its rows, added in the order of its experts k = 0, 1, ….
 
     Halves are multiplied and added in float32.
@@ -32,7 +32,7 @@ def put_weighed(y: Tensor, weights: Tensor, order: Tensor, dtype: torch.dtype) -
     return rows.put(y, weights, order, weights.shape[-2], weights.shape[-1], dtype)
 
 
-@put_weighed.register_fake
+@moe_combine.register_fake
 def _put_shape(y: Tensor, weights: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
     rows.check(y, order)
     return y.new_empty((*weights.shape[:-1], y.shape[-1]), dtype=dtype)
@@ -97,7 +97,7 @@ def _put_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 def _taken_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x, weights, order = ctx.saved_tensors
-    for_x = put_weighed(gradient, weights, order, x.dtype) if ctx.needs_input_grad[0] else None
+    for_x = moe_combine(gradient, weights, order, x.dtype) if ctx.needs_input_grad[0] else None
     k = weights.shape[-1]
     for_weights = dot_rows(x, gradient, order, k, weights.dtype) if ctx.needs_input_grad[1] else None
     return for_x, for_weights, None, None, None
@@ -105,11 +105,11 @@ def _taken_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 def _dots_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x, y, order = ctx.saved_tensors
-    for_x = put_weighed(y, gradient, order, x.dtype) if ctx.needs_input_grad[0] else None
+    for_x = moe_combine(y, gradient, order, x.dtype) if ctx.needs_input_grad[0] else None
     for_y = take_weighed(x, gradient, order, y.dtype) if ctx.needs_input_grad[1] else None
     return for_x, for_y, None, None, None
 
 
-put_weighed.register_autograd(_put_backward, setup_context=_keep)
+moe_combine.register_autograd(_put_backward, setup_context=_keep)
 take_weighed.register_autograd(_taken_backward, setup_context=_keep)
 dot_rows.register_autograd(_dots_backward, setup_context=_keep)

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from fxpar.errors import InputError
-from fxpar.ops.combine import put_weighed
+from fxpar.ops.combine import moe_combine
 from fxpar.ops.gates import halves, swiglu_rows
-from fxpar.ops.grouped import grouped_linear, spread_rows
-from fxpar.ops.permute import sort_by_expert, take_rows
+from fxpar.ops.grouped import expand_by_expert, grouped_linear
+from fxpar.ops.permute import moe_permute, sort_by_expert
 
 
 def swiglu(*inner: Tensor) -> Tensor:
@@ -70,18 +70,18 @@ def experts(
         raise _unfit(f"{len(first)} first matrices and {len(biases)} biases for them", "pass one for each, or none")
     count, k = down.shape[0], indices.shape[-1]
     order, counts = sort_by_expert(indices, count)
-    rows = take_rows(hidden.to(down.dtype), order, k)
+    rows = moe_permute(hidden.to(down.dtype), order, k)
 
     def added(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
         product: Tensor = grouped_linear(x, matrix, counts, transposed)
-        return product if bias is None else product + spread_rows(bias, counts, product.shape[-2])
+        return product if bias is None else product + expand_by_expert(bias, counts, product.shape[-2])
 
     inner = [added(rows, matrix, biases[i] if biases else None) for i, matrix in enumerate(first)]
     is_fused = activation is swiglu and len(inner) == 1
     expert_rows = swiglu_rows(halves(inner[0]), counts) if is_fused else activation(*inner)
     expert_rows = added(expert_rows, down, down_bias)
     expert_rows = expert_rows if norm is None else norm(expert_rows)
-    summed: Tensor = put_weighed(expert_rows, weights, order, hidden.dtype)
+    summed: Tensor = moe_combine(expert_rows, weights, order, hidden.dtype)
     return summed
 
 

@@ -27,7 +27,7 @@ class SharedSegment:
         length: elements along the dimension; None for all that there are.
         outer: repetitions of the run.
         copies: ranks that hold the same block: 1 of a plain piece, all of a whole segment.
-        parts: how many parts of a block `take_part` makes, of which a rank keeps one.
+        parts: how many parts of a block `split_shared` makes, of which a rank keeps one.
     """
 
     length: int | None
@@ -81,8 +81,8 @@ def _part(index: Tensor, piece: SharedSegment) -> Tensor:
     return index % piece.copies // (piece.copies // piece.parts)
 
 
-def take_part(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Tensor) -> Tensor:
-    """`fxpar.take_part`: each rank keeps its part of its blocks; pieces as tuples of `SharedSegment`'s fields."""
+def split_shared(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Tensor) -> Tensor:
+    """`fxpar.split_shared`: each rank keeps its part of its blocks; pieces as tuples of `SharedSegment`'s fields."""
     shared = [SharedSegment(*p) for p in pieces]
     parts = []
     for piece, part in zip(shared, _segments(x, dim, [piece.length for piece in shared]), strict=True):
@@ -90,8 +90,8 @@ def take_part(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Tenso
     return torch.cat(parts, dim)
 
 
-def pad_part(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Tensor) -> Tensor:
-    """`fxpar.pad_part`; pieces are those of the result, as tuples of `SharedSegment`'s fields."""
+def pad_shared(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Tensor) -> Tensor:
+    """`fxpar.pad_shared`; pieces are those of the result, as tuples of `SharedSegment`'s fields."""
     shared = [SharedSegment(*p) for p in pieces]
     lengths = [None if piece.length is None else piece.length // piece.parts for piece in shared]
     parts = []
@@ -100,15 +100,15 @@ def pad_part(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Tensor
     return torch.cat(parts, dim)
 
 
-def start_sum_shared(
+def start_reduce_from_shared(
     x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], group: str, size: int, index: Tensor
 ) -> Tensor:
-    """`fxpar.sum_shared`, on its way; pieces as tuples of `SharedSegment`'s fields."""
+    """`fxpar.reduce_from_shared`, on its way; pieces as tuples of `SharedSegment`'s fields."""
     return start_sum(summand(x, dim, [SharedSegment(*p) for p in pieces], size, index), Group(group, size))
 
 
-def sum_shared(
+def reduce_from_shared(
     started: Tensor, x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], size: int, index: Tensor
 ) -> Tensor:
-    """Of `start_sum_shared`."""
+    """Of `start_reduce_from_shared`."""
     return restored(x, arrived(started), dim, [SharedSegment(*p) for p in pieces], size, index)

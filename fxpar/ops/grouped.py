@@ -116,8 +116,8 @@ def _sizes_shape(ends: Tensor) -> Tensor:
     return ends.new_empty(ends.shape, dtype=torch.int64)
 
 
-@torch.library.custom_op("fxpar::spread_rows", mutates_args=())
-def spread_rows(v: Tensor, counts: Tensor, rows: int) -> Tensor:
+@torch.library.custom_op("fxpar::expand_by_expert", mutates_args=())
+def expand_by_expert(v: Tensor, counts: Tensor, rows: int) -> Tensor:
     """To each row what its expert has: a bias.
 
     Args:
@@ -139,14 +139,14 @@ def spread_rows(v: Tensor, counts: Tensor, rows: int) -> Tensor:
     return spread.reshape(shape)
 
 
-@spread_rows.register_fake
+@expand_by_expert.register_fake
 def _spread_shape(v: Tensor, counts: Tensor, rows: int) -> Tensor:
     return v.new_empty((*counts.shape[:-1], rows, v.shape[-1]))
 
 
 @torch.library.custom_op("fxpar::sum_by_expert", mutates_args=())
 def sum_by_expert(y: Tensor, counts: Tensor, leading: int) -> Tensor:
-    """For each expert the sum of its rows; the adjoint of `spread_rows`.
+    """For each expert the sum of its rows; the adjoint of `expand_by_expert`.
 
     Args:
         y: rows, [..., M, o].
@@ -217,10 +217,10 @@ def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _sum_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    return spread_rows(gradient, *ctx.saved_tensors, ctx.rows), None, None
+    return expand_by_expert(gradient, *ctx.saved_tensors, ctx.rows), None, None
 
 
 grouped_linear.register_autograd(_product_backward, setup_context=_keep_product)
 grouped_outer.register_autograd(_outer_backward, setup_context=_keep_outer)
-spread_rows.register_autograd(_spread_backward, setup_context=_keep_spread)
+expand_by_expert.register_autograd(_spread_backward, setup_context=_keep_spread)
 sum_by_expert.register_autograd(_sum_backward, setup_context=_keep_sum)

@@ -70,8 +70,8 @@ def _bins(x: Tensor, count: int) -> Tensor:
     return x.new_empty(count, dtype=torch.int64)
 
 
-@torch.library.custom_op("fxpar::take_rows", mutates_args=())
-def take_rows(x: Tensor, order: Tensor, k: int, fill: bool = True) -> Tensor:
+@torch.library.custom_op("fxpar::moe_permute", mutates_args=())
+def moe_permute(x: Tensor, order: Tensor, k: int, fill: bool = True) -> Tensor:
     """Each row's token: row `order // k`; zeros where the order is -1.
 
     Args:
@@ -86,14 +86,14 @@ def take_rows(x: Tensor, order: Tensor, k: int, fill: bool = True) -> Tensor:
     return rows.take(x, None, order, k, x.dtype, fill)
 
 
-@take_rows.register_fake
+@moe_permute.register_fake
 def _taken_shape(x: Tensor, order: Tensor, k: int, fill: bool = True) -> Tensor:
     return x.new_empty((*order.shape, x.shape[-1]))
 
 
-@torch.library.custom_op("fxpar::put_rows", mutates_args=())
-def put_rows(y: Tensor, order: Tensor, tokens: int, k: int) -> Tensor:
-    """For each token the sum of its rows, added in the order of its experts k = 0, 1, …; the adjoint of `take_rows`.
+@torch.library.custom_op("fxpar::moe_unpermute", mutates_args=())
+def moe_unpermute(y: Tensor, order: Tensor, tokens: int, k: int) -> Tensor:
+    """For each token the sum of its rows, added in the order of its experts k = 0, 1, …; the adjoint of `moe_permute`.
 
     That order does not depend on where other tokens go. Halves are added in float32.
 
@@ -109,7 +109,7 @@ def put_rows(y: Tensor, order: Tensor, tokens: int, k: int) -> Tensor:
     return rows.put(y, None, order, tokens, k, y.dtype)
 
 
-@put_rows.register_fake
+@moe_unpermute.register_fake
 def _put_shape(y: Tensor, order: Tensor, tokens: int, k: int) -> Tensor:
     rows.check(y, order)
     return y.new_empty((*order.shape[:-1], tokens, y.shape[-1]))
@@ -122,7 +122,7 @@ def _keep_taken(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _taken_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-    return put_rows(gradient, *ctx.saved_tensors, ctx.tokens, ctx.k), None, None, None
+    return moe_unpermute(gradient, *ctx.saved_tensors, ctx.tokens, ctx.k), None, None, None
 
 
 def _keep_put(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -131,8 +131,8 @@ def _keep_put(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _put_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-    return take_rows(gradient, *ctx.saved_tensors, ctx.k), None, None, None
+    return moe_permute(gradient, *ctx.saved_tensors, ctx.k), None, None, None
 
 
-take_rows.register_autograd(_taken_backward, setup_context=_keep_taken)
-put_rows.register_autograd(_put_backward, setup_context=_keep_put)
+moe_permute.register_autograd(_taken_backward, setup_context=_keep_taken)
+moe_unpermute.register_autograd(_put_backward, setup_context=_keep_put)

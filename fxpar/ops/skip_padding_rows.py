@@ -24,7 +24,7 @@ aten, fxp = torch.ops.aten, torch.ops.fxpar
 
 # Of the operators that fill rows which are nobody's the place of the order or the counts by which these are so.
 _FILLS: Mapping[object, int] = {
-    fxp.take_rows.default: 1,
+    fxp.moe_permute.default: 1,
     fxp.take_weighed.default: 2,
     fxp.grouped_linear.default: 2,
     fxp.swiglu_rows.default: 1,
@@ -37,8 +37,8 @@ _PASSES_OVER: Mapping[object, tuple[tuple[int, ...], int]] = {
     fxp.sum_by_expert.default: ((0,), 1),
     fxp.swiglu_rows.default: ((0,), 1),
     fxp.swiglu_gradient.default: ((0, 1), 2),
-    fxp.put_rows.default: ((0,), 1),
-    fxp.put_weighed.default: ((0,), 2),
+    fxp.moe_unpermute.default: ((0,), 1),
+    fxp.moe_combine.default: ((0,), 2),
     fxp.dot_rows.default: ((1,), 2),
 }
 _SAME = (aten._to_copy.default, aten.clone.default, aten.view.default, aten.reshape.default)
@@ -62,7 +62,7 @@ def _buffers(graph: fx.Graph) -> dict[object, fx.Node]:
     """Of each order and each count that says which rows of a buffer are somebody's the node that stands for that."""
     buffers: dict[object, fx.Node] = {}
     for node in graph.nodes:
-        if node.target is fxp.block_order.default and node.args[2] == 1:
+        if node.target is fxp.dispatch_indices.default and node.args[2] == 1:
             buffers[node] = buffers[node.args[1]] = node
         elif node.target in (fxp.received_order.default, fxp.arrived_order.default):
             for part in node.users:

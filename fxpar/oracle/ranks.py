@@ -188,7 +188,7 @@ def place_gradient(g: torch.Tensor, placement: Placement, n: int, generator: tor
         return [g] * n
     if not placement.is_shard:
         return _summands(g, n, generator)
-    if placement.settled or placement.is_padded:
+    if placement.reduced or placement.is_padded:
         return [_padded(_block(g, placement, n, rank), placement, n, rank, None) for rank in range(n)]
     return _shared_summands(g, placement, n, generator)
 
@@ -282,7 +282,7 @@ def gradient_of(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Te
         return _alike(parts)
     if not placement.is_shard:
         return _summed(parts)
-    if placement.settled:
+    if placement.reduced:
         return value_of(parts, placement)
     blocks = _blocks(parts, placement)
     if blocks is None:

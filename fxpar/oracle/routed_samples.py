@@ -28,17 +28,17 @@ def routed(d: Draw) -> dict[str, Samples]:
     x, y = d.normal(a, b, rows, i), d.normal(a, b, rows, o)
     by_name: dict[str, Samples] = {
         "sort_by_expert": [sample(d.i(experts, tokens, k), experts), sample(d.i(experts, a, b, tokens, k), experts)],
-        "take_rows": [
+        "moe_permute": [
             sample(d.normal(tokens, i), order[0, 0], k),
             sample(d.normal(a, tokens, i), order[:, 0], k),
             sample(d.normal(tokens, i), torch.tensor([5, 0, -1, 7, 2, 3]), k),
         ],
-        "put_rows": [
+        "moe_unpermute": [
             sample(x[0, 0], order[0, 0], tokens, k),
             sample(x[:, 0], order[:, 0], tokens, k),
             sample(d.normal(6, i), torch.tensor([5, 0, -1, 7, 2, 3]), tokens, k),
         ],
-        "put_weighed": [
+        "moe_combine": [
             sample(x[0, 0], d.normal(tokens, k), order[0, 0], torch.float64),
             sample(x[:, 0], d.normal(a, tokens, k), order[:, 0], torch.float64),
         ],
@@ -70,7 +70,7 @@ def routed(d: Draw) -> dict[str, Samples]:
             sample(y[:, 0], x[:, 0], counts[:, 0], 0),
             sample(y, x, counts, 1),
         ],
-        "spread_rows": [
+        "expand_by_expert": [
             sample(d.normal(experts, o), one, rows),
             sample(d.normal(experts, o), counts[:, 0], rows),
             sample(d.normal(b, experts, o), counts, rows),
@@ -80,13 +80,16 @@ def routed(d: Draw) -> dict[str, Samples]:
             sample(y[:, 0], counts[:, 0], 0),
             sample(y, counts, 1),
         ],
-        "keep_first": [sample(d.i(experts, tokens, k), experts, 2), sample(d.i(experts, a, b, tokens, k), experts, 2)],
-        "keep_heaviest": [
+        "drop_by_position": [
+            sample(d.i(experts, tokens, k), experts, 2),
+            sample(d.i(experts, a, b, tokens, k), experts, 2),
+        ],
+        "drop_by_probability": [
             sample(d.i(experts, tokens, k), d.normal(tokens, k), experts, 2),
             sample(d.i(experts, a, b, tokens, k), d.normal(a, b, tokens, k), experts, 2),
         ],
         "group_sizes": [sample(one.cumsum(0)), sample(counts.cumsum(-1))],
-        "block_order": [sample(*_sorted(d, experts + 1, a), 2, 7), sample(*_sorted(d, experts + 1, a, b), 2, 7)],
+        "dispatch_indices": [sample(*_sorted(d, experts + 1, a), 2, 7), sample(*_sorted(d, experts + 1, a, b), 2, 7)],
         "block_excess": [sample(d.i(5, a, 4), 2, 3), sample(d.i(5, a, b, 4), 2, 3)],
         "received_order": [sample(d.i(3, a, 2, experts), 7), sample(d.i(3, a, b, 2, experts), 7)],
         "arrived_order": [sample(d.i(3, a, 2, experts), 14), sample(d.i(3, a, b, 2, experts), 14)],

@@ -1,6 +1,6 @@
 """What a coercion is about: its axes, and what of a value ranks hold together.
 
-Enters: a node, or placements on one axis. Leaves: axes, shards that are settled or not, fractions of a value. The table
+Enters: a node, or placements on one axis. Leaves: axes, shards that are reduced or not, fractions of a value. The table
 of coercions is in `fxpar.ops.coercion_table`.
 """
 
@@ -29,37 +29,37 @@ def misnamed(node: fx.Node, axes: Iterable[str]) -> str:
     return "" if names == spelled_out else "-".join(spelled_out)
 
 
-def unsettled(placement: Placement) -> Placement:
+def pending(placement: Placement) -> Placement:
     """The same shard as operations hold it: the gradients of shared blocks are summands."""
-    return replace(placement, settled=False) if placement.settled else placement
+    return replace(placement, reduced=False) if placement.reduced else placement
 
 
-def at_rest(placement: Placement) -> Placement:
+def as_parameter(placement: Placement) -> Placement:
     """The same shard as a parameter holds it: the gradients of shared blocks are the same on the ranks that share."""
-    return replace(placement, settled=True) if placement.is_shared else placement
+    return replace(placement, reduced=True) if placement.is_shared else placement
 
 
 def in_backward(placement: Placement) -> Placement:
     """A value of the forward as the backward reads it: nothing carries a gradient there, so I and R are one."""
-    return R if placement == I else unsettled(placement)
+    return R if placement == I else pending(placement)
 
 
 def dual(placement: Placement) -> Placement:
     """How the gradient of a value is held: summands of what is R, the sum of what is I or P, the blocks of a shard.
 
-    Of blocks that several ranks hold each has a summand, unless they are settled. Padding gets none.
+    Of blocks that several ranks hold each has a summand, unless they are reduced. Padding gets none.
     """
     if not placement.is_shard:
         return P if placement == R else R
-    shared = placement.is_shared and not placement.settled
-    return replace(placement, settled=False, partial=shared, zeros=placement.is_padded)
+    shared = placement.is_shared and not placement.reduced
+    return replace(placement, reduced=False, partial=shared, zeros=placement.is_padded)
 
 
-def resting(placement: Placement, carries: bool) -> Placement:
-    """A value without gradient is written R, whether a rule called it I or R; shared blocks of one are not settled."""
+def canonical_placement(placement: Placement, carries: bool) -> Placement:
+    """A value without gradient is written R, whether a rule called it I or R; shared blocks of one are not reduced."""
     if carries:
         return placement
-    return R if placement == I else unsettled(placement)
+    return R if placement == I else pending(placement)
 
 
 def is_finer(source: Placement, target: Placement) -> bool:

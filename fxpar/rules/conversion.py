@@ -22,7 +22,7 @@ from fxpar.layout.layout import I, Layout, Placement, R
 from fxpar.layout.nesting import innermost, joined_cut, misfit, spelled
 from fxpar.ops.coercion_table import COERCION_OF, Coercion, coercion, gradient_coercion
 from fxpar.plan.cost import Cost
-from fxpar.program.placements import axes_of, held_fraction, misnamed, resting, unsettled
+from fxpar.program.placements import axes_of, canonical_placement, held_fraction, misnamed, pending
 from fxpar.program.program import describe, note, operands, output_layouts, output_types
 
 
@@ -67,7 +67,7 @@ def coerced(node: fx.Node, source: Layout, axes: Mapping[str, int]) -> Layout:
 
 
 def bucketed(node: fx.Node, source: Layout, axes: Mapping[str, int]) -> Layout:
-    """What a bucket makes of one of its parameters: I → R, or of shared blocks that are settled ones that are not.
+    """What a bucket makes of one of its parameters: I → R, or of shared blocks that are reduced ones that are not.
 
     Raises:
         LayoutError: it is held in another way, or by several axes in ways that no sum over all of them is of.
@@ -75,11 +75,11 @@ def bucketed(node: fx.Node, source: Layout, axes: Mapping[str, int]) -> Layout:
     names = axes_of(node)
     for axis in names:
         placement = source.on(axis)
-        if placement != I and not placement.settled:
+        if placement != I and not placement.reduced:
             fail(node, axis, f"sums gradients of what is {placement}", "leave it out of the bucket")
     target = source
     for axis in names:
-        target = target.with_(axis, R if source.on(axis) == I else unsettled(source.on(axis)))
+        target = target.with_(axis, R if source.on(axis) == I else pending(source.on(axis)))
     before, after = (innermost(layout, axes, names) for layout in (source, target))
     if before is None or after is None:
         fail(node, names[-1], f"sums gradients of {source}, into which another axis cuts", "leave it out of the bucket")
@@ -186,7 +186,7 @@ def conversions(
 
 
 def _without_gradient(layout: Layout) -> Layout:
-    return Layout(tuple((axis, resting(placement, False)) for axis, placement in layout))
+    return Layout(tuple((axis, canonical_placement(placement, False)) for axis, placement in layout))
 
 
 def _cost(layout: Layout, step: Conversion, axes: Mapping[str, int], cost: Cost) -> float:

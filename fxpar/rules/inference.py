@@ -24,7 +24,7 @@ from fxpar.ops import alike
 from fxpar.ops.coercion_table import COERCION_OF, Coercion, coercion
 from fxpar.ops.coercions import all_reduce_coalesced, sum_gradients
 from fxpar.ops.random import axis_index
-from fxpar.program.placements import axes_of, in_backward, resting, unsettled
+from fxpar.program.placements import axes_of, canonical_placement, in_backward, pending
 from fxpar.program.program import Program, operands, output_layouts, output_types
 from fxpar.program.step import is_forward
 from fxpar.rules.batchwise_ops import RowWise
@@ -179,7 +179,7 @@ def judged(call: OpCall, placements: Sequence[Placement], context: Context) -> t
         return _ill_typed(error)
     if isinstance(answer, Refusal):
         return answer
-    return tuple(resting(placement, flag) for placement, flag in zip(answer, context.outputs, strict=True))
+    return tuple(canonical_placement(placement, flag) for placement, flag in zip(answer, context.outputs, strict=True))
 
 
 def infer_node(node: fx.Node, context: Context) -> tuple[Layout, ...]:
@@ -200,13 +200,13 @@ def infer_node(node: fx.Node, context: Context) -> tuple[Layout, ...]:
         layouts = (coerced(node, context.layouts[0], context.axes),)
     else:
         layouts = _operation(node, context)
-    return tuple(layout if flag else _at_rest(layout) for layout, flag in zip(layouts, context.outputs, strict=True))
+    return tuple(layout if flag else _canonical(layout) for layout, flag in zip(layouts, context.outputs, strict=True))
 
 
 @lru_cache(maxsize=65536)
-def _at_rest(layout: Layout) -> Layout:
+def _canonical(layout: Layout) -> Layout:
     """As values without gradient are written."""
-    return Layout(tuple((axis, resting(placement, False)) for axis, placement in layout))
+    return Layout(tuple((axis, canonical_placement(placement, False)) for axis, placement in layout))
 
 
 @lru_cache(maxsize=65536)
@@ -328,8 +328,8 @@ def _targets(
         yield Placement(row.target)
         return
     seen = {placements[index]}
-    if placements[index].settled:
-        yield unsettled(placements[index])
+    if placements[index].reduced:
+        yield pending(placements[index])
     for other, placement in enumerate(placements):
         if rule is not None and placement.is_shard and other != index:
             signature = seed_signature(rule, call, other, placement)

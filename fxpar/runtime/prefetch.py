@@ -34,7 +34,7 @@ class Side(Protocol):
     def sent(self) -> Any:
         """What has begun since the last call, the tensors of one batch."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits until what was copied may change where it came from."""
 
     def hand_over(self, sent: Any) -> None:
@@ -77,7 +77,7 @@ class CudaSide:
         begun, self._begun = self._begun, []
         return self._until, begun
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """See `Side`. It began one step ago, and waits for no step."""
         if self._read:
             self._until.synchronize()
@@ -160,7 +160,7 @@ def _ahead(source: Iterator[Any], side: Side) -> Iterator[Any]:
 
 def _read(source: Iterator[Any], side: Side) -> _Read | None:
     """The next batch, whose copy has begun; None at the end."""
-    side.settle()
+    side.synchronize()
     batch = next(source, _END)
     if batch is _END:
         return None

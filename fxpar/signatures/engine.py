@@ -208,9 +208,9 @@ def _infer(
             if not placement.in_rank_order:
                 return _out_of_order(placement, name)
     placements = tuple(R if p == I and not c else p for p, c in zip(placements, carries, strict=True))
-    settled = next((name for name, p in zip(call.names, placements, strict=True) if p.settled), None)
-    if settled is not None:
-        return Refusal(f"operand {settled} has settled blocks (I), of which no rank has the whole gradient: share it")
+    reduced = next((name for name, p in zip(call.names, placements, strict=True) if p.reduced), None)
+    if reduced is not None:
+        return Refusal(f"operand {reduced} has reduced blocks (I), of which no rank has the whole gradient: share it")
     if rule is not None and rule.check is not None:
         checked = rule.check(call, placements)
         if checked is not None:

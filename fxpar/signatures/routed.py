@@ -56,19 +56,19 @@ def routed_rules() -> dict[str, Rule]:
     labels: dict[str, tuple[Callable[[OpCall], Labelling], tuple[tuple[str, ...], ...]]] = {
         "grouped_linear": (_linear, (("x",), ("weight",))),
         "grouped_outer": (_outer, (("a",), ("b",))),
-        "spread_rows": (_spread, (("v",),)),
+        "expand_by_expert": (_spread, (("v",),)),
         "sum_by_expert": (_sum, (("y",),)),
     }
     weighed = {
-        "put_weighed": (("... _ h, ... _ _, ... _ -> ... _ h", "y", "weights", "order"), ("y", "weights")),
+        "moe_combine": (("... _ h, ... _ _, ... _ -> ... _ h", "y", "weights", "order"), ("y", "weights")),
         "take_weighed": (("... _ h, ... _ _, ... m -> ... m h", "x", "weights", "order"), ("x", "weights")),
         "dot_rows": (("... _ h, ... _ h, ... _ -> ... _ _", "x", "y", "order"), ("x", "y")),
     }
     return {
         "fxpar.sort_by_expert.default": Rule(formula("... _ _ -> ... _, ... _", "indices")),
-        "fxpar.keep_first.default": Rule(formula("... _ _ -> ... _ _", "indices")),
-        "fxpar.keep_heaviest.default": Rule(formula("... _ _, ... _ _ -> ... _ _", "indices", "weights")),
-        "fxpar.block_order.default": Rule(formula("... _, ... _ -> ... _", "order", "counts")),
+        "fxpar.drop_by_position.default": Rule(formula("... _ _ -> ... _ _", "indices")),
+        "fxpar.drop_by_probability.default": Rule(formula("... _ _, ... _ _ -> ... _ _", "indices", "weights")),
+        "fxpar.dispatch_indices.default": Rule(formula("... _, ... _ -> ... _", "order", "counts")),
         "fxpar.block_excess.default": Rule(formula("... _ -> ... _", "counts")),
         "fxpar.received_order.default": Rule(formula("... _ _ -> ... _, ... _", "counts")),
         "fxpar.arrived_order.default": Rule(formula("... _ _ -> ... _, ... _", "counts")),
@@ -78,8 +78,8 @@ def routed_rules() -> dict[str, Rule]:
         ),
         "fxpar.group_sizes.default": Rule(formula("... _ -> ... _", "ends")),
         "fxpar.resize_rows.default": Rule(formula("... _ h -> ... _ h", "x"), (("x",),)),
-        "fxpar.take_rows.default": Rule(formula("... _ h, ... m -> ... m h", "x", "order"), (("x",),)),
-        "fxpar.put_rows.default": Rule(formula("... m h, ... m -> ... _ h", "y", "order"), (("y",),)),
+        "fxpar.moe_permute.default": Rule(formula("... _ h, ... m -> ... m h", "x", "order"), (("x",),)),
+        "fxpar.moe_unpermute.default": Rule(formula("... m h, ... m -> ... _ h", "y", "order"), (("y",),)),
         **{
             f"fxpar.{name}.default": Rule(formula(*text), (operands[:1], operands[1:]))
             for name, (text, operands) in weighed.items()

@@ -131,6 +131,9 @@ class _Reader:
     def read(self, line: str) -> None:
         """Takes in the next line that is neither blank nor a comment."""
         if "version" not in self.header:
+            if line != VERSION and re.fullmatch(r"fxpar \d+", line):
+                reads = f"the text has the form of version {line.split()[1]}, and {VERSION.split()[1]} is read"
+                fail(reads, "write it anew: operators have other names ('fxpar run … --dump FOLDER')")
             if line != VERSION:
                 fail(f"the header {line[:20]!r} is unknown", f"start the text with '{VERSION}'")
             self.header["version"] = line

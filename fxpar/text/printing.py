@@ -3,7 +3,7 @@
 Enters: a program. Leaves: its text; `fxpar.text.parsing` is the way back. CONTRIBUTING
 explains it; in short::
 
-    fxpar 1
+    fxpar 2
     plan {"tp": 2}
     properties canonical layouts
     symbol b = input_ids.0 like 3
@@ -49,7 +49,7 @@ from fxpar.program.placements import axes_of
 from fxpar.program.program import Program, TensorType, note, operands, output_layouts, output_node, output_types
 from fxpar.program.regions import Region, region_of, regions
 
-VERSION = "fxpar 1"
+VERSION = "fxpar 2"
 NO_LOSS = "-"  # in place of the loss's name
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs", "lshift", "rshift")

@@ -30,7 +30,7 @@ def drop_beyond_capacity(program: Program, plan: Plan) -> None:
     for region in routed(program):
         sort, (indices,), weights = region.sort, operands(region.sort), None
         if plan.drop_policy == "probs":
-            weights = next(operands(put)[1] for put in region.puts if put.target is fxp.put_weighed.default)
+            weights = next(operands(put)[1] for put in region.puts if put.target is fxp.moe_combine.default)
             _bring_before(weights, sort)
         with program.graph.inserting_before(sort):
             rows = _batch(program)

@@ -22,7 +22,7 @@ from fxpar.ops.coercion_table import coercion
 from fxpar.ops.coercions import dual_layout
 from fxpar.ops.global_size import size
 from fxpar.program.buffer_outputs import is_buffer
-from fxpar.program.placements import at_rest, resting, unsettled
+from fxpar.program.placements import as_parameter, canonical_placement, pending
 from fxpar.program.program import Program, describe, note, operands, output_layouts, output_types, tensor_type
 from fxpar.program.properties import Property
 from fxpar.program.stages import is_sent, received_name
@@ -151,7 +151,7 @@ def _convertible(node: fx.Node, name: str, source: Layout, target: Layout, carri
 
 def _placeholder(program: Program, node: fx.Node, carries: bool) -> Layout:
     """Parameters are I or shards of which each rank has its own part; what carries no gradient is R or a shard."""
-    layout, kind, whole = output_layouts(node)[0], tensor_type(node), resting(I, carries)
+    layout, kind, whole = output_layouts(node)[0], tensor_type(node), canonical_placement(I, carries)
     if not is_forward(node):
         return _tangent(program, node, layout)
     wrong = misfit(layout, kind.shape, program.axes)
@@ -180,11 +180,11 @@ def _placeholder(program: Program, node: fx.Node, carries: bool) -> Layout:
                 where=describe(node),
                 remedy=_start(node, axis, whole, shard(placement.dim, kind.shape[placement.dim])),
             )
-        rest = at_rest(placement) if carries else unsettled(placement)
+        rest = as_parameter(placement) if carries else pending(placement)
         if placement != rest:
             reason = "has blocks that several ranks hold, whose gradients nothing would sum"
             raise LayoutError(
-                f"on axis {axis}: {placement} {reason if carries else 'carries no gradient that could be settled'}",
+                f"on axis {axis}: {placement} {reason if carries else 'carries no gradient that could be reduced'}",
                 where=describe(node),
                 remedy=_start(node, axis, rest, placement),
             )
@@ -269,7 +269,7 @@ def _check_outputs(
         if is_sent(name):  # the next stage takes it as it is, and its gradient is the dual
             continue
         for axis, placement in layouts[node][0]:
-            whole = resting(I, flags[node][0])
+            whole = canonical_placement(I, flags[node][0])
             if placement.is_shared:
                 raise CheckFailed(
                     f"on axis {axis}: {placement} has elements that several ranks hold: nothing would sum its gradient",

@@ -27,7 +27,7 @@ def backward(*layers: str) -> Program:
         layers: in turns `column`, whose input's gradient is summed over the ranks, and `row`, whose is not.
     """
     lines = [
-        "fxpar 1",
+        "fxpar 2",
         f'plan {{"tp": 2, {_COST}}}',
         "properties canonical collectives layouts local step",
         f'%g = input["g"] : {_SQUARE} tp:{"S(1)" if layers[0] == "column" else "R"}',
@@ -97,7 +97,7 @@ def test_what_is_postponed_for_too_long_is_not_beside() -> None:
 @pytest.mark.parametrize(("ranks", "half"), [(2, False), (4, True)])
 def test_of_sums_over_more_than_two_ranks_copies_carry_the_first_half(ranks: int, half: bool) -> None:
     text = f"""\
-fxpar 1
+fxpar 2
 plan {{"tp": {ranks}, "exchange": "copy", {_COST}}}
 properties canonical collectives layouts local step
 %x = input["x"] : {_SQUARE} tp:P

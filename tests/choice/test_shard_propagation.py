@@ -27,7 +27,7 @@ _LAYER = """%n{i} = aten.mul.Tensor(%x{i}, %scale{i}) : f32[b, 8]
 
 
 def _stack(layers: int) -> Program:
-    lines = ["fxpar 1", 'plan {"tp": 2}', "properties canonical", "symbol b = x.0 like 3", "loss -"]
+    lines = ["fxpar 2", 'plan {"tp": 2}', "properties canonical", "symbol b = x.0 like 3", "loss -"]
     for i in range(layers):
         lines.append(f'%scale{i} = parameter["scale{i}"] : f32[8]')
         lines.append(f'%up{i} = parameter["up{i}"] : f32[16, 8]')

@@ -73,7 +73,7 @@ CASES = {
     "sizes on a text": ("verify {dump}/06-annotate.txt --seq 4", "--seq: the text is of a captured model"),
     "mode on a text": ("comm {dump}/06-annotate.txt --eval", "--train/--eval: the text is of a captured model"),
     "malformed text": ("verify {tmp}/malformed.txt", "malformed.txt:2: the plan is no JSON"),
-    "no text": ("verify {tmp}/odd.yaml", "is no program's text: it does not start with 'fxpar 1'"),
+    "no text": ("verify {tmp}/odd.yaml", "is no program's text: it does not start with 'fxpar 2'"),
     "values of a lone text": ("verify {tmp}/lone.txt --level values", "needs 00-capture.txt and values.safetensors"),
     "a symbol without values": (
         "verify {tmp}/symbol/11-localize.txt --level values",
@@ -112,7 +112,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory, dump: Path) -> Path:
     folder = tmp_path_factory.mktemp("odd")
     (folder / "syntax.py").write_text("def build(:\n")
     (folder / "odd.yaml").write_text("moon: 2\n")
-    (folder / "malformed.txt").write_text("fxpar 1\nplan {tp: 2}\n")
+    (folder / "malformed.txt").write_text("fxpar 2\nplan {tp: 2}\n")
     (folder / "lone.txt").write_text((dump / "11-localize.txt").read_text())
     (folder / "empty").mkdir()
     for name in ("symbol", "other", "damaged"):

@@ -28,7 +28,7 @@ def communicated() -> Any:
 def test_trace_prints_a_program_that_can_be_read_back(tmp_path: Path) -> None:
     result = fxpar("trace", TINY)
     assert result.status == 0
-    assert result.out.startswith("fxpar 1\n")
+    assert result.out.startswith("fxpar 2\n")
     assert result.err == ""
     (tmp_path / "a.txt").write_text(result.out)
     assert fxpar("trace", str(tmp_path / "a.txt")).out == result.out
@@ -54,7 +54,7 @@ def test_trace_json_says_what_was_captured() -> None:
 
 def test_trace_out_writes_the_text_and_prints_a_summary(small: str, tmp_path: Path) -> None:
     result = fxpar("trace", f"{small}:build", "--out", str(tmp_path / "new" / "a.txt"))
-    assert (tmp_path / "new" / "a.txt").read_text().startswith("fxpar 1\n")
+    assert (tmp_path / "new" / "a.txt").read_text().startswith("fxpar 2\n")
     assert "x, target" in result.out
     assert "aten.linear.default" in result.out
 
@@ -94,13 +94,13 @@ def test_run_reports_each_pass() -> None:
     assert inserted["seconds"] >= 0
     assert {"local", "vocabulary"} <= set(found["properties"])
     assert found["split_flops"] == 1
-    assert found["text"].startswith("fxpar 1\n")
+    assert found["text"].startswith("fxpar 2\n")
 
 
 def test_run_stops_and_prints_where_it_is_told(small: str) -> None:
     result = fxpar("run", f"{small}:build", "--until", "annotate", "--print-after", "canonicalize")
     assert result.status == 0
-    assert "# after canonicalize\nfxpar 1\n" in result.out
+    assert "# after canonicalize\nfxpar 2\n" in result.out
     assert "annotate" in result.out
     assert "insert_collectives" not in result.out
 

@@ -40,7 +40,7 @@ def check(n: int, x: Tensor, dim: int, call: str, result: str, wanted: Tensor, i
     """
     scalar = result.startswith("f64[]")
     placement = placement_text(padded_shard(dim, x.shape[dim], n), x.shape)
-    lines = ["fxpar 1", f'plan {{"tp": {n}}}', "properties canonical collectives layouts local rng vocabulary"]
+    lines = ["fxpar 2", f'plan {{"tp": {n}}}', "properties canonical collectives layouts local rng vocabulary"]
     lines += ["loss out"] if scalar else []
     lines.append(f'%x = parameter["x"] : f64{shape_text(x.shape)} tp:{placement}')
     for name, value in inputs.items():
@@ -48,7 +48,7 @@ def check(n: int, x: Tensor, dim: int, call: str, result: str, wanted: Tensor, i
         lines.append(f'%{name} = input["{name}"] : {kind}{shape_text(value.shape)} tp:R')
     cut = padded_shard(0, WORDS, n)
     if "weight" in inputs:
-        lines.append(f"%weight_cut = fxpar.take[tp](%weight) : f64[{WORDS}] tp:R→{placement_text(cut, (WORDS,))}")
+        lines.append(f"%weight_cut = fxpar.r_to_s[tp](%weight) : f64[{WORDS}] tp:R→{placement_text(cut, (WORDS,))}")
     *before, last = call.split("\n")
     end, (kind, layout) = "found", result.split(" tp:")
     lines += [*before, f"%found = {last} : {result.replace('CUT', placement)}"]

@@ -1,7 +1,7 @@
 """One operation as a training step: its sample calls under every signature that its rule proposes.
 
 A program holds the operation alone. Float operands are parameters, made what a signature asks for by coercions (I to R,
-I to P, settled shares to shared ones), other operands are inputs; outputs are made what callers can differentiate.
+I to P, reduced shares to shared ones), other operands are inputs; outputs are made what callers can differentiate.
 `differentiate` adds the backward, the static checks judge it, simulated ranks run it, and each rank's gradients are
 compared with its block of those that autograd gives of the whole call, in float64.
 """
@@ -29,7 +29,7 @@ from fxpar.passes.differentiate import differentiate
 from fxpar.passes.localize import localize
 from fxpar.plan.plan import Plan
 from fxpar.program.grad_flow import carried
-from fxpar.program.placements import at_rest, is_finer, resting
+from fxpar.program.placements import as_parameter, canonical_placement, is_finer
 from fxpar.program.program import Input, Note, Parameter, Program, TensorType, note, set_note
 from fxpar.program.properties import Property
 from fxpar.rules import Refusal, call_of, partial_signatures, rule_of, seed_signature
@@ -139,7 +139,7 @@ def program_of(trial: Trial, signed: Signed, n: int) -> Program:
     call = graph.call_function(trial.target, args, kwargs)
     kinds = tuple(kind(t) for t in trial.outputs)
     flows = carried_by(trial)
-    placed = [resting(p, flag) for p, flag in zip(signed.outputs, flows, strict=True)]
+    placed = [canonical_placement(p, flag) for p, flag in zip(signed.outputs, flows, strict=True)]
     layouts = tuple(map(_layout, placed))
     single = note(make_node(trial)).type
     if not isinstance(single, tuple):
@@ -165,7 +165,7 @@ def _layout(placement: Placement) -> Layout:
 def _start(wanted: Placement, owned: bool, carries: bool) -> Placement:
     """What a placeholder is that is to become that: inputs are whole."""
     if wanted.is_shard and owned:
-        return at_rest(wanted) if carries else wanted
+        return as_parameter(wanted) if carries else wanted
     return I if carries else R
 
 

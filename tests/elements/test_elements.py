@@ -151,7 +151,7 @@ UNKNOWN = [
 def written(line: str) -> Program:
     """A program that ends in this call."""
     lines = [
-        *("fxpar 1", "plan {}", "properties canonical", "symbol s = x.0 like 5"),
+        *("fxpar 2", "plan {}", "properties canonical", "symbol s = x.0 like 5"),
         '%c = constant["c"]([3, 3, 3, 3]) : i64[4]',
         '%d = constant["d"]([3, 4, 3, 4]) : i64[4]',
         '%x = input["x"] : f32[s]',

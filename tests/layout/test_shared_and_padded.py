@@ -15,8 +15,8 @@ from fxpar.oracle.ranks import local_positions, padding
 
 SHARED = [
     Placement("S", 0, (Piece(1, 12, copies=2),)),
-    Placement("S", 1, (Piece(3, 8, copies=2),), settled=True),
-    Placement("S", 0, (Piece(1, 16), Piece(1, 4, copies=2), Piece(1, 3, sharded=False)), settled=True),
+    Placement("S", 1, (Piece(3, 8, copies=2),), reduced=True),
+    Placement("S", 0, (Piece(1, 16), Piece(1, 4, copies=2), Piece(1, 3, sharded=False)), reduced=True),
     Placement("S", 0, (Piece(2, 6, copies=2), Piece(1, 4, copies=2))),
 ]
 
@@ -109,5 +109,5 @@ def test_pieces_that_fit_no_four_ranks(piece: Piece) -> None:
     assert not fits(Placement("S", 0, (piece,)), (int(piece.length),), 4)
 
 
-def test_only_shared_blocks_can_be_settled() -> None:
-    assert not fits(Placement("S", 0, (Piece(1, 12),), settled=True), (12,), 4)
+def test_only_shared_blocks_can_be_reduced() -> None:
+    assert not fits(Placement("S", 0, (Piece(1, 12),), reduced=True), (12,), 4)

@@ -15,7 +15,7 @@ from fxpar.text.printing import print_program
 
 aten = torch.ops.aten
 
-TEXT = """fxpar 1
+TEXT = """fxpar 2
 plan {"tp": 2}
 properties
 symbol b = x.0 like 3

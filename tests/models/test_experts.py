@@ -78,10 +78,10 @@ def test_each_layers_experts_are_the_same_nodes_whatever_the_model_runs(implemen
     names.pop("fxpar.bin_counts.default", None)  # by which transformers 5.17 balances
     assert names == {
         "fxpar.sort_by_expert.default": 2,
-        "fxpar.take_rows.default": 2,
+        "fxpar.moe_permute.default": 2,
         "fxpar.grouped_linear.default": 4,
         "fxpar.swiglu_rows.default": 2,
-        "fxpar.put_weighed.default": 2,
+        "fxpar.moe_combine.default": 2,
     }
 
 

@@ -18,7 +18,7 @@ from fxpar.analysis.communication import Collective, collectives
 from fxpar.analysis.parallel_fraction import split_flops
 from fxpar.capture import Captured, capture
 from fxpar.compile import compile_program
-from fxpar.ops.coercions import copy_to, share, sum_gradients
+from fxpar.ops.coercions import copy_to, copy_to_shared, sum_gradients
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, note, operands, output_layouts
 from fxpar.report.reasons import unsplit
@@ -190,7 +190,7 @@ def test_a_layer_costs_two_all_reduces_each_way_whatever_its_kv_heads(name: str,
     counts = Counter(c.phase for c in in_layers(found) if c.phase != "parameter")
     # The first layer's f is not before the norm, whose weights have gradients: both are there.
     assert counts == Counter({"forward": 2, "backward": 2})
-    summed = [node for node in found.graph.nodes if node.target in (sum_gradients, share, copy_to)]
+    summed = [node for node in found.graph.nodes if node.target in (sum_gradients, copy_to_shared, copy_to)]
     weights = [other for node in summed for other in operands(node) if other.op == "placeholder"]
     assert len(weights) == parameters
     assert sum(c.phase == "parameter" for c in collectives(found)) == bool(parameters)

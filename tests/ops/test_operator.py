@@ -90,14 +90,14 @@ def row_linear(input: Any, weight: Any, *, axis: str) -> Any:
 
 
 TEXT = """\
-fxpar 1
+fxpar 2
 plan {"tp": 2}
 properties canonical collectives layouts local rng vocabulary
 symbol b = x.0 like 3
 loss loss
 %w = parameter["w"] : f32[6, 8] tp:S(1)
 %x = input["x"] : f32[b, 8] tp:R
-%part = fxpar.take[tp](%x) : f32[b, 8] tp:R→S(1)
+%part = fxpar.r_to_s[tp](%x) : f32[b, 8] tp:R→S(1)
 %y = fxpar.row_linear[tp](%part, %w) : f32[b, 6] tp:I
 %square = aten.square.default(%y) : f32[b, 6] tp:I
 %loss = aten.sum.default(%square) : f32[] tp:I

@@ -11,10 +11,10 @@ from torch.nn import functional
 
 import fxpar
 from fxpar.errors import InputError
-from fxpar.ops.combine import dot_rows, put_weighed, take_weighed
-from fxpar.ops.grouped import grouped_linear, grouped_outer, spread_rows, sum_by_expert
+from fxpar.ops.combine import dot_rows, moe_combine, take_weighed
+from fxpar.ops.grouped import expand_by_expert, grouped_linear, grouped_outer, sum_by_expert
 from fxpar.ops.grouped_kernels import _masks, _runs
-from fxpar.ops.permute import put_rows, sort_by_expert, take_rows
+from fxpar.ops.permute import moe_permute, moe_unpermute, sort_by_expert
 from fxpar.plan.plan import Plan
 from fxpar.program.program import output_layouts
 from fxpar.verification import verify
@@ -70,24 +70,24 @@ def test_rows_are_sorted_by_expert_and_then_by_place() -> None:
 def test_a_place_of_minus_one_is_no_row() -> None:
     order = torch.tensor([3, -1, 0])
     tokens = x(2, H)
-    rows = take_rows(tokens, order, K)
+    rows = moe_permute(tokens, order, K)
     assert torch.equal(rows, torch.stack([tokens[1], torch.zeros(H, dtype=torch.float64), tokens[0]]))
-    assert torch.equal(put_rows(rows + 1, order, 2, K), tokens + 1)
+    assert torch.equal(moe_unpermute(rows + 1, order, 2, K), tokens + 1)
 
 
 def test_a_tokens_rows_are_added_in_the_order_of_its_choices() -> None:
     """Whatever experts they are: in this order the large ones cancel before the small one is added."""
     y = torch.tensor([[1.0], [1e30], [-1e30]])
-    assert put_rows(y, torch.tensor([2, 0, 1]), 1, 3).item() == 1.0
+    assert moe_unpermute(y, torch.tensor([2, 0, 1]), 1, 3).item() == 1.0
 
 
 def test_weighed_rows_are_rows_times_their_weights() -> None:
     order, k = torch.tensor([[3, -1, 0, 5], [2, 4, -1, 1]]), 2
     tokens, rows, weights = x(2, 3, H), x(2, 4, H), x(2, 3, k)
-    own = take_rows(weights.reshape(2, 6, 1), order, 1)
-    assert torch.equal(put_weighed(rows, weights, order, rows.dtype), put_rows(rows * own, order, 3, k))
-    assert torch.equal(take_weighed(tokens, weights, order, rows.dtype), take_rows(tokens, order, k) * own)
-    dots = put_rows((take_rows(tokens, order, k) * rows).sum(-1, keepdim=True), order, 6, 1)
+    own = moe_permute(weights.reshape(2, 6, 1), order, 1)
+    assert torch.equal(moe_combine(rows, weights, order, rows.dtype), moe_unpermute(rows * own, order, 3, k))
+    assert torch.equal(take_weighed(tokens, weights, order, rows.dtype), moe_permute(tokens, order, k) * own)
+    dots = moe_unpermute((moe_permute(tokens, order, k) * rows).sum(-1, keepdim=True), order, 6, 1)
     assert torch.equal(dot_rows(tokens, rows, order, k, rows.dtype), dots.view(2, 3, k))
 
 
@@ -96,7 +96,7 @@ def test_the_three_weighed_operators_are_each_others_derivatives() -> None:
     tokens, rows, weights = (value.requires_grad_() for value in (x(3, 2), x(4, 2), x(3, 2)))
     kind = torch.float64
     for run, inputs in (
-        (lambda y, w: put_weighed(y, w, order, kind), (rows, weights)),
+        (lambda y, w: moe_combine(y, w, order, kind), (rows, weights)),
         (lambda x, w: take_weighed(x, w, order, kind), (tokens, weights)),
         (lambda x, y: dot_rows(x, y, order, 2, kind), (tokens, rows)),
     ):
@@ -107,7 +107,7 @@ def test_the_three_weighed_operators_are_each_others_derivatives() -> None:
 def test_halves_are_weighed_and_added_in_float32() -> None:
     rows = torch.tensor([[1.0], [1 / 256]], dtype=torch.bfloat16)
     weights = torch.tensor([[1 / 3, 1.0]])
-    made = put_weighed(rows, weights, torch.tensor([0, 1]), torch.float32)
+    made = moe_combine(rows, weights, torch.tensor([0, 1]), torch.float32)
     assert made.item() == pytest.approx(1 / 3 + 1 / 256, rel=1e-6)
 
 
@@ -121,7 +121,7 @@ def test_rows_behind_those_of_the_experts_are_nobodys() -> None:
     for found in (grouped_outer(rows, rows, counts, 0), sum_by_expert(rows, counts, 0)):
         assert not found.isnan().any()
         assert not found[[1, 3]].any()
-    assert not spread_rows(x(E, H), counts, 5)[3:].any()
+    assert not expand_by_expert(x(E, H), counts, 5)[3:].any()
 
 
 def test_a_gradient_is_that_of_numbers() -> None:
@@ -131,7 +131,7 @@ def test_a_gradient_is_that_of_numbers() -> None:
 
     def run(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         made: Tensor = grouped_linear(rows, weight, counts, True)
-        found: Tensor = made + spread_rows(bias, counts, 3)
+        found: Tensor = made + expand_by_expert(bias, counts, 3)
         return found
 
     assert torch.autograd.gradcheck(run, inputs)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpar.ops.capacity_indices import block_order
-from fxpar.ops.combine import dot_rows, put_weighed, take_weighed
+from fxpar.ops.capacity_indices import dispatch_indices
+from fxpar.ops.combine import dot_rows, moe_combine, take_weighed
 from fxpar.ops.gates import swiglu_gradient, swiglu_rows
 from fxpar.ops.grouped import grouped_linear, grouped_outer
-from fxpar.ops.permute import put_rows, sort_by_expert, take_rows
+from fxpar.ops.permute import moe_permute, moe_unpermute, sort_by_expert
 
 pytestmark = pytest.mark.gpu
 
@@ -65,11 +65,11 @@ def test_rows_are_those_of_the_plain_form(size: tuple[tuple[int, ...], int, int,
     lead, tokens, k, rows, width = size
     order = an_order(lead, tokens * k, rows)
     x, y = normal(*lead, tokens, width, dtype=dtype), normal(*lead, rows, width, dtype=dtype)
-    assert_same(lambda x, order: take_rows(x, order, k), [x], [order])
-    assert_same(lambda y, order: put_rows(y, order, tokens, k), [y], [order])
+    assert_same(lambda x, order: moe_permute(x, order, k), [x], [order])
+    assert_same(lambda y, order: moe_unpermute(y, order, tokens, k), [y], [order])
     for kind in {dtype, torch.float32}:
         weights = normal(*lead, tokens, k, dtype=kind)
-        assert_same(lambda y, w, order: put_weighed(y, w, order, dtype), [y, weights], [order])
+        assert_same(lambda y, w, order: moe_combine(y, w, order, dtype), [y, weights], [order])
         assert_same(lambda x, w, order: take_weighed(x, w, order, dtype), [x, weights], [order])
         assert_same(lambda x, y, order, kind=kind: dot_rows(x, y, order, k, kind), [x, y], [order])
 
@@ -80,8 +80,8 @@ def test_rows_of_nobody_are_read_by_nothing() -> None:
     y[0], y[2] = 1.0, 2.0
     weights = torch.ones(2, 2, device="cuda")
     for found in (
-        put_rows(y, order, 2, 2),
-        put_weighed(y, weights, order, y.dtype),
+        moe_unpermute(y, order, 2, 2),
+        moe_combine(y, weights, order, y.dtype),
         dot_rows(y[::2], y, order, 2, y.dtype),
     ):
         assert not found.isnan().any()
@@ -110,22 +110,26 @@ def test_rows_that_nobody_reads_may_be_anything(dtype: torch.dtype) -> None:
     )
     indices = torch.randint(0, experts, (tokens, k), generator=torch.Generator().manual_seed(0)).cuda()
     order, counts = sort_by_expert(indices, experts)
-    order = block_order(order, counts, 1, places)
+    order = dispatch_indices(order, counts, 1, places)
     found = []
     for fill in (True, False):
         for size in (width, 128, 2 * width):  # of what is made below
             torch.full((places, size), torch.nan, dtype=dtype, device="cuda")
-        rows = take_rows(x, order, k, fill)
+        rows = moe_permute(x, order, k, fill)
         made = grouped_linear(rows, first, counts, False, fill)
         gated = swiglu_rows(made.view(places, 2, 64), counts, fill)
-        out = put_rows(grouped_linear(gated, second, counts, False, fill), order, tokens, k)
+        out = moe_unpermute(grouped_linear(gated, second, counts, False, fill), order, tokens, k)
         back = take_weighed(out, out[:, :k], order, dtype, fill)
         gates = swiglu_gradient(
             grouped_linear(back, second, counts, True, fill), made.view(places, 2, 64), counts, fill
         )
         grads = grouped_outer(gates.view(places, 128), rows, counts, 0), dot_rows(out, back, order, k, dtype)
         found.append(
-            (out, put_rows(grouped_linear(gates.view(places, 128), first, counts, True, fill), order, 40, k), *grads)
+            (
+                out,
+                moe_unpermute(grouped_linear(gates.view(places, 128), first, counts, True, fill), order, 40, k),
+                *grads,
+            )
         )
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)

@@ -17,14 +17,14 @@ from fxpar.ops.combine import take_weighed
 from fxpar.ops.gates import swiglu_gradient, swiglu_rows
 from fxpar.ops.grouped import grouped_linear
 from fxpar.ops.lower import lower
-from fxpar.ops.permute import take_rows
+from fxpar.ops.permute import moe_permute
 from fxpar.ops.skip_padding_rows import leave_unread
 from fxpar.plan.plan import Plan
 from fxpar.verification import verify
 from tests.passes.experts import Routed, batch, dispatched
 
 aten, fxp = torch.ops.aten, torch.ops.fxpar
-FILLING = (fxp.take_rows, fxp.take_weighed, fxp.grouped_linear, fxp.swiglu_rows, fxp.swiglu_gradient)
+FILLING = (fxp.moe_permute, fxp.take_weighed, fxp.grouped_linear, fxp.swiglu_rows, fxp.swiglu_gradient)
 PLANS: dict[str, tuple[dict[str, Any], bool]] = {
     "allgather": ({"dp": 2, "ep": 2, "dispatch": "allgather"}, True),
     "alltoall": ({"dp": 2, "ep": 2, "dispatch": "alltoall"}, True),
@@ -79,14 +79,14 @@ def experts_of(counts: str = "counts", sum_over: str = "put", blocks: int = 1) -
     """
     graph = fx.Graph()
     x, order, own, others, first, second = (graph.placeholder(n) for n in ("x", "order", "own", "others", "w1", "w2"))
-    buffer = graph.call_function(fxp.block_order.default, (order, own, blocks, 6))
-    taken = graph.call_function(fxp.take_rows.default, (x, buffer, 2))
+    buffer = graph.call_function(fxp.dispatch_indices.default, (order, own, blocks, 6))
+    taken = graph.call_function(fxp.moe_permute.default, (x, buffer, 2))
     made = graph.call_function(fxp.grouped_linear.default, (taken, first, own, False))
     made = graph.call_function(aten.relu.default, (made,))
     made = graph.call_function(fxp.grouped_linear.default, (made, second, own if counts == "counts" else others, False))
     found: dict[str, Any] = {
-        "put": (fxp.put_rows.default, (made, buffer, 3, 2)),
-        "order": (fxp.put_rows.default, (made, order, 3, 2)),
+        "put": (fxp.moe_unpermute.default, (made, buffer, 3, 2)),
+        "order": (fxp.moe_unpermute.default, (made, order, 3, 2)),
         "all": (aten.sum.dim_IntList, (made, [0])),
         "norm": (aten.softmax.int, (made, 0)),
         "weights": (fxp.grouped_linear.default, (taken, made, own, False)),
@@ -132,7 +132,7 @@ def test_operators_leave_what_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
     gates, gradient = torch.randn(3, 2, 4), torch.randn(3, 4)
     for fill in (True, False):
         made: list[Tensor] = [
-            take_rows(x, order, 2, fill),
+            moe_permute(x, order, 2, fill),
             take_weighed(x, weights, order, torch.float32, fill),
             grouped_linear(torch.randn(3, 4), matrices, counts, False, fill),
             swiglu_rows(gates, counts, fill),
@@ -147,4 +147,4 @@ def test_integers_stay_what_they_are() -> None:
     """As floats the last digits of large ones would be lost."""
     x = torch.tensor([[2**53 + 1], [2**24 + 1]])
     for fill in (True, False):
-        assert take_rows(x, torch.tensor([1, 0, -1]), 1, fill).flatten().tolist() == [2**24 + 1, 2**53 + 1, 0]
+        assert moe_permute(x, torch.tensor([1, 0, -1]), 1, fill).flatten().tolist() == [2**24 + 1, 2**53 + 1, 0]

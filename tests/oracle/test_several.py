@@ -180,6 +180,6 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_what_the_oracle_found_is_refused(name: str) -> None:
     lines, reason = FOUND[name]
-    head = 'fxpar 1\nplan {"tp": 2, "dp": 2}\nproperties canonical collectives layouts\n'
+    head = 'fxpar 2\nplan {"tp": 2, "dp": 2}\nproperties canonical collectives layouts\n'
     with pytest.raises(LayoutError, match=re.escape(reason)):
         verify_static(parse_program(f"{head}{lines}return y=%y\n"))

@@ -85,8 +85,8 @@ INTERLEAVED_WITH_GENERATOR = """\
 %transpose_2 = aten.transpose.int(%select_2, 1, 2) : f32[b, 8, s, 12] tp:S(1)
 %transpose_3 = aten.transpose.int(%transpose_1, -1, -2) : f32[b, 8, 12, s] tp:S(1)
 %matmul = aten.matmul.default(%transpose, %transpose_3) : f32[b, 8, s, s] tp:S(1)
-%slopes_take = fxpar.take[tp](%slopes) : f32[8, 1, 1] tp:R→S(0)
-%add = aten.add.Tensor(%matmul, %slopes_take) : f32[b, 8, s, s] tp:S(1)
+%slopes_r_to_s = fxpar.r_to_s[tp](%slopes) : f32[8, 1, 1] tp:R→S(0)
+%add = aten.add.Tensor(%matmul, %slopes_r_to_s) : f32[b, 8, s, s] tp:S(1)
 %softmax = aten.softmax.int(%add, -1) : f32[b, 8, s, s] tp:S(1)
 %dropout = fxpar.dropout(%softmax, %rng, 0.1, [%tp_index]) : f32[b, 8, s, s] tp:S(1) {random=325815778}
 %matmul_1 = aten.matmul.default(%dropout, %transpose_2) : f32[b, 8, s, 12] tp:S(1)
@@ -178,7 +178,7 @@ def test_step_microbatch_and_seed_choose_the_masks() -> None:
 
 # ------------------------------------------------------------------ refusals
 
-HEAD = """fxpar 1
+HEAD = """fxpar 2
 plan {"tp": 2}
 properties canonical collectives layouts
 symbol b = x.0 like 4
@@ -208,8 +208,8 @@ def test_other_random_operators_are_refused(line: str) -> None:
 
 
 SUMMANDS = [
-    "%x_take = fxpar.take[tp](%x) : f32[b, 6] tp:R→S(1)",
-    "%p = aten.linear.default(%x_take, %w) : f32[b, 4] tp:P",
+    "%x_r_to_s = fxpar.r_to_s[tp](%x) : f32[b, 6] tp:R→S(1)",
+    "%p = aten.linear.default(%x_r_to_s, %w) : f32[b, 4] tp:P",
     "%d = aten.dropout.default(%p, 0.5, True) : f32[b, 4] tp:P {random=5}",
     "%y = fxpar.reduce_from[tp](%d) : f32[b, 4] tp:P→I",
     "return y=%y",

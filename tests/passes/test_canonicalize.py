@@ -71,7 +71,7 @@ def test_twice_is_once() -> None:
 
 def program(*lines: str, result: str = "out") -> Program:
     """A program over `x: f32[b, 6]` and `w: f32[4, 6]`."""
-    head = ["fxpar 1", "plan {}", "properties", "symbol b = x.0 like 3"]
+    head = ["fxpar 2", "plan {}", "properties", "symbol b = x.0 like 3"]
     given = ['%w = parameter["w"] : f32[4, 6]', '%v = parameter["v"] : f32[4]', '%x = input["x"] : f32[b, 6]']
     return parse_program("\n".join([*head, *given, *lines, f"return out=%{result}", ""]))
 

@@ -41,7 +41,7 @@ def operators(program: Program) -> Counter[str]:
     """How often each operation occurs that has to do with rows or with matrices of pairs."""
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     found = Counter(str(node.target).removesuffix(".default") for node in calls)
-    words = ("sort", "index", "bmm", "einsum", "repeat", "rows", "grouped", "put")
+    words = ("sort", "index", "bmm", "einsum", "repeat", "rows", "moe_", "expert", "grouped", "put")
     return Counter({name: n for name, n in found.items() if any(word in name for word in words)})
 
 
@@ -69,19 +69,19 @@ def test_they_are_the_single_device_s(form: str, plan: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("form", ["batched", "einsum", "by_token"])
 def test_all_of_it_is_of_rows(form: str) -> None:
-    each = {"fxpar.sort_by_expert": 1, "fxpar.take_rows": 1, "fxpar.grouped_linear": 2, "fxpar.put_weighed": 1}
-    each["fxpar.spread_rows"] = 2
+    each = {"fxpar.sort_by_expert": 1, "fxpar.moe_permute": 1, "fxpar.grouped_linear": 2, "fxpar.moe_combine": 1}
+    each["fxpar.expand_by_expert"] = 2
     if form == "by_token":  # a scale of each expert
-        each["fxpar.spread_rows"] = 3
+        each["fxpar.expand_by_expert"] = 3
     assert operators(canonical(Chosen(form))) == each
 
 
 def test_what_is_not_of_each_pair_reads_them_in_their_order() -> None:
     """Dropout has the bits of pairs, a norm inside of experts what torch makes of them."""
     dropped = operators(canonical(Chosen("einsum", drop=0.2)))
-    assert (dropped["fxpar.put_rows"], dropped["fxpar.take_rows"]) == (1, 2)
+    assert (dropped["fxpar.moe_unpermute"], dropped["fxpar.moe_permute"]) == (1, 2)
     normed = operators(canonical(Chosen("normed")))
-    assert (normed["fxpar.put_rows"], normed["fxpar.take_rows"]) == (2, 2)
+    assert (normed["fxpar.moe_unpermute"], normed["fxpar.moe_permute"]) == (2, 2)
 
 
 class Small(nn.Module):
@@ -117,11 +117,11 @@ symbol b = 0.0 like 6
 %sort_by_expert_default = fxpar.sort_by_expert.default(%getitem_1, 4) : (i64[2*b]; i64[4])
 %getitem_2 = operator.getitem(%sort_by_expert_default, 0) : i64[2*b]
 %getitem_3 = operator.getitem(%sort_by_expert_default, 1) : i64[4]
-%take_rows_default = fxpar.take_rows.default(%x, %getitem_2, 2) : f32[2*b, 8]
-%grouped_linear_default = fxpar.grouped_linear.default(%take_rows_default, %up, %getitem_3, False) : f32[2*b, 12]
+%moe_permute_default = fxpar.moe_permute.default(%x, %getitem_2, 2) : f32[2*b, 8]
+%grouped_linear_default = fxpar.grouped_linear.default(%moe_permute_default, %up, %getitem_3, False) : f32[2*b, 12]
 %relu_default = aten.relu.default(%grouped_linear_default) : f32[2*b, 12]
-%put_weighed_default = fxpar.put_weighed.default(%relu_default, %getitem, %getitem_2, dtype.f32) : f32[b, 12]
-return output=%put_weighed_default"""
+%moe_combine_default = fxpar.moe_combine.default(%relu_default, %getitem, %getitem_2, dtype.f32) : f32[b, 12]
+return output=%moe_combine_default"""
 
 
 @pytest.mark.parametrize("form", sorted(MUTANTS))

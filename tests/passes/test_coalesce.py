@@ -85,7 +85,7 @@ def test_a_weight_in_a_bucket_that_the_loss_does_not_reach_gets_no_gradient() ->
 
 
 # k goes over tp, then over dp; v the other way round, as no compiled program has it beside k.
-CHAINS = """fxpar 1
+CHAINS = """fxpar 2
 plan {"tp": 4, "dp": 2}
 properties canonical collectives layouts
 symbol b = x.0 / 2 like 3
@@ -95,23 +95,23 @@ symbol b = x.0 / 2 like 3
 %x = input["x"] : f32[2*b, 12] dp:S(0) tp:R
 %q_sum = fxpar.copy_to[dp](%q) : f32[8, 12] dp:I→R tp:S(0)
 %y = aten.linear.default(%x, %q_sum) : f32[2*b, 8] dp:S(0) tp:S(1)
-%k_share = fxpar.share[tp](%k) : f32[8, 12] dp:I tp:S(0: 8 / 2; I)→S(0: 8 / 2)
-%k_sum = fxpar.copy_to[dp](%k_share) : f32[8, 12] dp:I→R tp:S(0: 8 / 2)
+%k_copy_to_shared = fxpar.copy_to_shared[tp](%k) : f32[8, 12] dp:I tp:S(0: 8 / 2; I)→S(0: 8 / 2)
+%k_sum = fxpar.copy_to[dp](%k_copy_to_shared) : f32[8, 12] dp:I→R tp:S(0: 8 / 2)
 %keys = aten.linear.default(%x, %k_sum) : f32[2*b, 8] dp:S(0) tp:S(1: 8 / 2)
-%own_keys = fxpar.take_part[tp](%keys) : f32[2*b, 8] dp:S(0) tp:S(1: 8 / 2)→S(1)
+%own_keys = fxpar.split_shared[tp](%keys) : f32[2*b, 8] dp:S(0) tp:S(1: 8 / 2)→S(1)
 FIRST
 SECOND
 %values = aten.linear.default(%x, %v_sum) : f32[2*b, 8] dp:S(0) tp:S(1: 8 / 2)
-%own_values = fxpar.take_part[tp](%values) : f32[2*b, 8] dp:S(0) tp:S(1: 8 / 2)→S(1)
+%own_values = fxpar.split_shared[tp](%values) : f32[2*b, 8] dp:S(0) tp:S(1: 8 / 2)→S(1)
 return y=%y, k=%own_keys, v=%own_values
 """
 ALIKE = (
-    "%v_share = fxpar.share[tp](%v) : f32[8, 12] dp:I tp:S(0: 8 / 2; I)→S(0: 8 / 2)",
-    "%v_sum = fxpar.copy_to[dp](%v_share) : f32[8, 12] dp:I→R tp:S(0: 8 / 2)",
+    "%v_copy_to_shared = fxpar.copy_to_shared[tp](%v) : f32[8, 12] dp:I tp:S(0: 8 / 2; I)→S(0: 8 / 2)",
+    "%v_sum = fxpar.copy_to[dp](%v_copy_to_shared) : f32[8, 12] dp:I→R tp:S(0: 8 / 2)",
 )
 OTHERWISE = (
     "%v_copy = fxpar.copy_to[dp](%v) : f32[8, 12] dp:I→R tp:S(0: 8 / 2; I)",
-    "%v_sum = fxpar.share[tp](%v_copy) : f32[8, 12] dp:R tp:S(0: 8 / 2; I)→S(0: 8 / 2)",
+    "%v_sum = fxpar.copy_to_shared[tp](%v_copy) : f32[8, 12] dp:R tp:S(0: 8 / 2; I)→S(0: 8 / 2)",
 )
 
 
@@ -120,22 +120,22 @@ def sums_of(lines: tuple[str, str]) -> list[str]:
     text = CHAINS.replace("FIRST", lines[0]).replace("SECOND", lines[1])
     program = PassManager([coalesce], STATIC).run(parse_program(text))
     found = [line.partition(" : ")[0] for line in print_program(program).splitlines()]
-    return [line for line in found if "sum_gradients" in line or "share[" in line or "copy_to[" in line]
+    return [line for line in found if "sum_gradients" in line or "copy_to_shared[" in line or "copy_to[" in line]
 
 
 def test_buckets_of_one_axis_follow_those_of_another() -> None:
     assert sums_of(ALIKE) == [
         "%tp_gradients = fxpar.sum_gradients[tp](%v, %k)",
-        "%dp_gradients = fxpar.sum_gradients[dp](%v_share, %k_share, %q)",
+        "%dp_gradients = fxpar.sum_gradients[dp](%v_copy_to_shared, %k_copy_to_shared, %q)",
     ]
 
 
 def test_of_parameters_that_take_the_axes_in_opposite_orders_the_first_sums_are_gathered() -> None:
     assert sums_of(OTHERWISE) == [
         "%dp_gradients = fxpar.sum_gradients[dp](%v, %q)",
-        "%k_share = fxpar.share[tp](%k)",
-        "%k_sum = fxpar.copy_to[dp](%k_share)",
-        "%v_sum = fxpar.share[tp](%v_copy)",
+        "%k_copy_to_shared = fxpar.copy_to_shared[tp](%k)",
+        "%k_sum = fxpar.copy_to[dp](%k_copy_to_shared)",
+        "%v_sum = fxpar.copy_to_shared[tp](%v_copy)",
     ]
 
 
@@ -144,4 +144,4 @@ def test_a_single_share_stands_in_front_of_the_bucket_that_takes_it() -> None:
     lines = [line for line in text.splitlines() if "%v" not in line or line.startswith("return")]
     single = coalesce(parse_program("\n".join(lines).replace(", v=%own_values", "") + "\n"))
     names = [node.name for node in single.graph.nodes if node.op != "placeholder"]
-    assert names[:2] == ["k_share", "dp_gradients"]
+    assert names[:2] == ["k_copy_to_shared", "dp_gradients"]

@@ -16,7 +16,7 @@ from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import STATIC
 
-HEADER = """fxpar 1
+HEADER = """fxpar 2
 plan {"tp": 2}
 properties canonical collectives layouts local rng vocabulary
 symbol b = x.0 like 3
@@ -74,10 +74,10 @@ GOLDEN_NORM = """\
 %getitem_2 = operator.getitem(%native_layer_norm, 2) : f32[b, 1] tp:I
 %sym_size_int = aten.sym_size.int(%x, 0) : b {phase=backward}
 %expand = aten.expand.default(%loss_tangent, [%sym_size_int, 16]) : f32[b, 16] tp:R {phase=backward}
-%take = fxpar.take[tp](%expand) : f32[b, 16] tp:R→S(1) {phase=backward}
-%t = aten.t.default(%take) : f32[16, b] tp:S(0) {phase=backward}
+%r_to_s = fxpar.r_to_s[tp](%expand) : f32[b, 16] tp:R→S(1) {phase=backward}
+%t = aten.t.default(%r_to_s) : f32[16, b] tp:S(0) {phase=backward}
 %mm = aten.mm.default(%t, %n_copy) : f32[16, 8] tp:S(0) {phase=backward}
-%mm_1 = aten.mm.default(%take, %up) : f32[b, 8] tp:P {phase=backward}
+%mm_1 = aten.mm.default(%r_to_s, %up) : f32[b, 8] tp:P {phase=backward}
 %mm_1_all_reduce = fxpar.all_reduce[tp](%mm_1) : f32[b, 8] tp:P→R {phase=backward}
 %native_layer_norm_backward = aten.native_layer_norm_backward.default(%mm_1_all_reduce, %x, [8], %getitem_1, %getitem_2, %w, None, [False, True, False]) : (f32[0] tp:R; f32[8] tp:R; f32[0] tp:R) {phase=backward}
 %getitem_3 = operator.getitem(%native_layer_norm_backward, 1) : f32[8] tp:R {phase=backward}

@@ -153,7 +153,10 @@ def test_rows_without_a_place_are_left_out_and_counted() -> None:
     counts = torch.tensor([[3, 1, 0, 2], [0, 0, 1, 1]])
     order = torch.arange(6).repeat(2, 1)
     assert capacity_indices.block_excess(counts, 2, 3).tolist() == [[1], [0]]
-    assert capacity_indices.block_order(order, counts, 2, 3).tolist() == [[0, 1, 2, 4, 5, -1], [-1, -1, -1, 0, 1, -1]]
+    assert capacity_indices.dispatch_indices(order, counts, 2, 3).tolist() == [
+        [0, 1, 2, 4, 5, -1],
+        [-1, -1, -1, 0, 1, -1],
+    ]
     found, total = capacity_indices.received_order(counts.view(2, 2, 2), 3)
     assert total.tolist() == [[3, 2], [1, 1]]
     assert found.tolist() == [[0, 1, 2, 3, 4, -1], [3, 4, -1, -1, -1, -1]]
@@ -191,9 +194,9 @@ class Mixed(Routed):
         """As there."""
         x = self.words(ids).view(-1, WIDTH)
         order, counts = torch.ops.fxpar.sort_by_expert(self.router(x).topk(CHOICES).indices, EXPERTS)
-        rows = torch.ops.fxpar.take_rows(x, order, CHOICES)
+        rows = torch.ops.fxpar.moe_permute(x, order, CHOICES)
         made = torch.ops.fxpar.grouped_linear(rows.cumsum(0), self.gate_up, counts, False)
-        return torch.ops.fxpar.put_rows(made, order, len(x), CHOICES).sum()  # type: ignore[no-any-return]
+        return torch.ops.fxpar.moe_unpermute(made, order, len(x), CHOICES).sum()  # type: ignore[no-any-return]
 
 
 def test_what_is_not_done_to_each_row_is_refused() -> None:

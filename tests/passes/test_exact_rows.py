@@ -135,10 +135,10 @@ def test_mutants_are_rejected_statically() -> None:
         text.replace("counted r1 = 2*b*s like 40\n", ""),
         text.replace("counted r1 =", "counted r ="),
         re.sub(r"(%send_rows = .*) : f64\[2, r, 8\]", r"\1 : f64[2, 2*b*s, 8]", text),
-        re.sub(r"%return_rows = .*\n", "", text).replace("%return_rows,", "%put_rows_default,"),
+        re.sub(r"%return_rows = .*\n", "", text).replace("%return_rows,", "%moe_unpermute_default,"),
         re.sub(r"fxpar\.split_sizes\((%\w+), (%\w+),", r"fxpar.split_sizes(\2, \1,", text),
         re.sub(
-            r"(%take_rows_default_1 = )(.*)\(%send_rows,",
+            r"(%moe_permute_default_1 = )(.*)\(%send_rows,",
             r"%whole = fxpar.all_gather[dp](%send_rows) : f64[2, r, 8] dp:S(0)→R\n\1\2(%send_rows,",
             text,
         ),
@@ -182,7 +182,7 @@ def test_experts_without_rows_have_gradients_of_zero() -> None:
     weight = torch.randn(1, EXPERTS, 3, WIDTH, dtype=torch.float64, requires_grad=True)
     counts = torch.zeros(1, EXPERTS, dtype=torch.int64)
     made = torch.ops.fxpar.grouped_linear(x, weight, counts, False)
-    placed = permute.put_rows(made, torch.zeros(1, 0, dtype=torch.int64), 0, 1)
+    placed = permute.moe_unpermute(made, torch.zeros(1, 0, dtype=torch.int64), 0, 1)
     placed.sum().backward()
     assert weight.grad is not None
     assert weight.grad.abs().max() == 0

@@ -25,7 +25,7 @@ from fxpar.verify.static import STATIC, verify_static
 
 _KIND = "f32[1000, 1000]"
 _HEAD = f"""\
-fxpar 1
+fxpar 2
 plan {{"tp": 2, "exchange": "copy"}}
 properties canonical collectives layouts local step
 %x = input["x"] : {_KIND} tp:P
@@ -37,7 +37,7 @@ def chain(count: int, kind: str = _KIND) -> str:
     lines, last = [], "x"
     for i in range(count):
         lines.append(f"%s{i} = fxpar.all_reduce[tp](%{last}) : {kind} tp:P→R {{phase=backward}}")
-        lines.append(f"%a{i} = fxpar.mask_first[tp](%s{i}) : {kind} tp:R→P {{phase=backward}}")
+        lines.append(f"%a{i} = fxpar.r_to_p[tp](%s{i}) : {kind} tp:R→P {{phase=backward}}")
         last = f"a{i}"
     return _HEAD.replace(_KIND, kind) + "\n".join(lines) + f"\nreturn y=%{last}\n"
 
@@ -126,7 +126,7 @@ def test_what_has_nothing_beside_it_is_one_kernel() -> None:
     ("line", "marked"),
     [
         ("%s0 = fxpar.all_reduce[tp](%x)", "{one_shot=true, "),  # without a buffer
-        ("%a0 = fxpar.mask_first[tp](%s0)", "{one_shot=true, "),  # no sum
+        ("%a0 = fxpar.r_to_p[tp](%s0)", "{one_shot=true, "),  # no sum
     ],
 )
 def test_what_cannot_be_one_kernel_is_found(line: str, marked: str) -> None:

@@ -146,7 +146,7 @@ def test_windows_are_shared_and_masks_used_elsewhere_stay() -> None:
 
 def written(*lines: str) -> Program:
     """A program over `q: f32[b, 2, s, 4]` whose last line gives `%out`."""
-    head = ["fxpar 1", "plan {}", "properties canonical", "symbol b = q.0 like 3", "symbol s = q.2 like 16"]
+    head = ["fxpar 2", "plan {}", "properties canonical", "symbol b = q.0 like 3", "symbol s = q.2 like 16"]
     return parse_program("\n".join([*head, '%q = input["q"] : f32[b, 2, s, 4]', *lines, "return out=%out", ""]))
 
 

@@ -20,7 +20,7 @@ from fxpar.verify.buffers import check_buffers
 
 _KIND = "f32[1000, 1000]"
 _HEAD = f"""\
-fxpar 1
+fxpar 2
 plan {{"tp": 2, "exchange": "copy"}}
 properties canonical collectives layouts local step
 %x = input["x"] : {_KIND} tp:P
@@ -41,7 +41,7 @@ def step_of(random: Random, count: int) -> str:
             source = f"p{i}"
             lines.append(f"%{source} = aten.add.Tensor(%{read[0]}, %{read[1]}) : {_KIND} tp:P{phase}")
         lines.append(f"%s{i} = fxpar.all_reduce[tp](%{source}) : {_KIND} tp:P→R{phase}")
-        lines.append(f"%a{i} = fxpar.mask_first[tp](%s{i}) : {_KIND} tp:R→P{phase}")
+        lines.append(f"%a{i} = fxpar.r_to_p[tp](%s{i}) : {_KIND} tp:R→P{phase}")
         made.append(f"a{i}")
     returned = ", ".join(f"y{i}=%{name}" for i, name in enumerate(made[1:]) if name not in needed)
     return _HEAD + "\n".join(lines) + f"\nreturn {returned}\n"

@@ -197,7 +197,7 @@ def test_a_coercion_says_what_it_is_for_and_where_it_comes_from() -> None:
 
 # ------------------------------------------------------------------ programs by hand
 
-HEAD = """fxpar 1
+HEAD = """fxpar 2
 plan {"tp": 2}
 properties canonical layouts
 symbol b = x.0 like 4
@@ -232,8 +232,8 @@ def test_a_replicated_loss_becomes_invariant() -> None:
     result = insert_collectives(by_hand(*ROW, *lines))
     assert shown(result).splitlines()[-3:] == [
         "%loss = aten.sum.default(%i_copy_to) : f32[] tp:R",
-        "%loss_settle = fxpar.settle[tp](%loss) : f32[] tp:R→I",
-        "return loss=%loss_settle",
+        "%loss_r_to_i = fxpar.r_to_i[tp](%loss) : f32[] tp:R→I",
+        "return loss=%loss_r_to_i",
     ]
     verify_static(result.with_(properties=result.properties | {"collectives"}))
 
@@ -253,7 +253,7 @@ def test_conversions_of_one_value_to_two_layouts_are_two_nodes() -> None:
     ]
     result = insert_collectives(by_hand(*ROW, *lines, loss=""))
     names = [node.name for node in coercions(result)]
-    assert names == ["x_take", "i_split", "a_reduce_from", "i_copy_to", "b_settle"]
+    assert names == ["x_r_to_s", "i_i_to_s", "a_reduce_from", "i_copy_to", "b_r_to_i"]
 
 
 def test_another_cut_of_the_same_dimension_goes_by_the_whole() -> None:
@@ -263,7 +263,7 @@ def test_another_cut_of_the_same_dimension_goes_by_the_whole() -> None:
         "return t=%t",
     ]
     result = insert_collectives(by_hand(*lines, loss=""))
-    assert [node.name for node in coercions(result)] == ["w_split", "s_all_gather", "s_all_gather_take"]
+    assert [node.name for node in coercions(result)] == ["w_i_to_s", "s_all_gather", "s_all_gather_r_to_s"]
 
 
 def test_another_dimension_goes_by_an_exchange() -> None:
@@ -273,7 +273,7 @@ def test_another_dimension_goes_by_an_exchange() -> None:
         "return t=%t",
     ]
     result = insert_collectives(by_hand(*lines, loss=""))
-    assert [node.name for node in coercions(result)] == ["w_split", "s_all_to_all"]
+    assert [node.name for node in coercions(result)] == ["w_i_to_s", "s_all_to_all"]
 
 
 def test_values_without_a_gradient_need_no_coercion_between_i_and_r() -> None:

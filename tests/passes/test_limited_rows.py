@@ -16,7 +16,7 @@ from fxpar.capture import capture
 from fxpar.compile import compile_program
 from fxpar.errors import PlanError
 from fxpar.manager import PassManager
-from fxpar.ops.capacity import keep_first, keep_heaviest
+from fxpar.ops.capacity import drop_by_position, drop_by_probability
 from fxpar.passes import DEFAULT_PASSES, limited_rows
 from fxpar.passes.differentiate import differentiate
 from fxpar.passes.mark_regions import mark_regions
@@ -147,8 +147,8 @@ def test_a_verification_sees_a_fault_of_the_pass(monkeypatch: pytest.MonkeyPatch
 def test_another_capacity_and_another_policy_are_other_values() -> None:
     """Which rows are dropped no static check knows."""
     text = print_program(dispatched({**MESHES[0], **FORMS[2], **LIMITS[0]}))
-    wrong = re.sub(r"(keep_heaviest\.default\(.*), %\w+\)", r"\1, 1)", text)
-    first = re.sub(r"keep_heaviest\.default\((%\w+), %\w+,", r"keep_first.default(\1,", text)
+    wrong = re.sub(r"(drop_by_probability\.default\(.*), %\w+\)", r"\1, 1)", text)
+    first = re.sub(r"drop_by_probability\.default\((%\w+), %\w+,", r"drop_by_position.default(\1,", text)
     for mutant in (wrong, first):
         assert mutant != text
         assert not compared(parse_program(mutant))[0].ok
@@ -171,9 +171,9 @@ def test_a_router_that_does_not_weigh_drops_by_position_alone() -> None:
             x = self.words(ids).view(-1, WIDTH)
             order, counts = torch.ops.fxpar.sort_by_expert(self.router(x).topk(2).indices, EXPERTS)
             made = torch.ops.fxpar.grouped_linear(
-                torch.ops.fxpar.take_rows(x, order, 2), self.gate_up[:, :WIDTH], counts, False
+                torch.ops.fxpar.moe_permute(x, order, 2), self.gate_up[:, :WIDTH], counts, False
             )
-            return torch.ops.fxpar.put_rows(made, order, len(x), 2).sum()  # type: ignore[no-any-return]
+            return torch.ops.fxpar.moe_unpermute(made, order, len(x), 2).sum()  # type: ignore[no-any-return]
 
     program = capture(Added(), batch(5), Plan(dp=2, ep=2, capacity_factor=1)).program
     with pytest.raises(PlanError, match=r"0 weights of their pairs, and drop_policy='probs' needs one; .*'position'"):
@@ -188,12 +188,12 @@ def test_weights_may_come_behind_the_sort() -> None:
             x = self.words(ids).view(-1, WIDTH)
             top = self.router(x).topk(2)
             order, counts = torch.ops.fxpar.sort_by_expert(top.indices, EXPERTS)
-            rows = torch.ops.fxpar.take_rows(x, order, 2)
+            rows = torch.ops.fxpar.moe_permute(x, order, 2)
             made = torch.ops.fxpar.grouped_linear(rows, self.gate_up[:, :WIDTH], counts, False)
-            return torch.ops.fxpar.put_weighed(made, top.values.sigmoid(), order, x.dtype).sum()  # type: ignore[no-any-return]
+            return torch.ops.fxpar.moe_combine(made, top.values.sigmoid(), order, x.dtype).sum()  # type: ignore[no-any-return]
 
     text = print_program(compile_program(capture(Late(), batch(5), Plan(capacity_factor=1)).program))
-    assert re.search(r"%sigmoid = .*\n(.*\n)*%keep_heaviest.*\n(.*\n)*%sort_by_expert", text)
+    assert re.search(r"%sigmoid = .*\n(.*\n)*%drop_by_probability.*\n(.*\n)*%sort_by_expert", text)
 
 
 def test_a_model_without_experts_has_no_capacity() -> None:
@@ -250,7 +250,10 @@ def test_who_is_kept(capacity: int) -> None:
     generator = torch.Generator().manual_seed(capacity)
     indices = torch.stack([torch.rand(6, 5, generator=generator).topk(3).indices for _ in range(4)]).view(2, 2, 6, 3)
     weights = torch.randint(0, 4, (2, 2, 6, 3), generator=generator).double() - 1
-    for found, policy in ((keep_first(indices, 4, capacity), 0), (keep_heaviest(indices, weights, 4, capacity), 1)):
+    for found, policy in (
+        (drop_by_position(indices, 4, capacity), 0),
+        (drop_by_probability(indices, weights, 4, capacity), 1),
+    ):
         for lead in ((0, 0), (0, 1), (1, 0), (1, 1)):
             for e in range(5):
                 pairs = [(t, k) for t in range(6) for k in range(3) if indices[(*lead, t, k)] == e]
@@ -262,5 +265,5 @@ def test_who_is_kept(capacity: int) -> None:
 
 def test_no_tokens_are_kept_of_none() -> None:
     none = torch.zeros(2, 0, 3, dtype=torch.int64)
-    assert keep_first(none, 4, 0).shape == none.shape
-    assert keep_heaviest(none, torch.zeros(2, 0, 3), 4, 0).shape == none.shape
+    assert drop_by_position(none, 4, 0).shape == none.shape
+    assert drop_by_probability(none, torch.zeros(2, 0, 3), 4, 0).shape == none.shape

@@ -126,8 +126,8 @@ INTERLEAVED_LOCAL = """\
 %transpose_2 = aten.transpose.int(%select_2, 1, 2) : f32[b, 8, s, 12] tp:S(1)
 %transpose_3 = aten.transpose.int(%transpose_1, -1, -2) : f32[b, 8, 12, s] tp:S(1)
 %matmul = aten.matmul.default(%transpose, %transpose_3) : f32[b, 8, s, s] tp:S(1)
-%slopes_take = fxpar.take[tp](%slopes) : f32[8, 1, 1] tp:R→S(0)
-%add = aten.add.Tensor(%matmul, %slopes_take) : f32[b, 8, s, s] tp:S(1)
+%slopes_r_to_s = fxpar.r_to_s[tp](%slopes) : f32[8, 1, 1] tp:R→S(0)
+%add = aten.add.Tensor(%matmul, %slopes_r_to_s) : f32[b, 8, s, s] tp:S(1)
 %softmax = aten.softmax.int(%add, -1) : f32[b, 8, s, s] tp:S(1)
 %dropout = fxpar.dropout(%softmax, %rng, 0.1, [%tp_index]) : f32[b, 8, s, s] tp:S(1) {random=325815778}
 %matmul_1 = aten.matmul.default(%dropout, %transpose_2) : f32[b, 8, s, 12] tp:S(1)
@@ -183,7 +183,7 @@ def nodes(program: Program) -> list[fx.Node]:
 
 # ------------------------------------------------------------------ literals, one kind at a time
 
-HEAD = """fxpar 1
+HEAD = """fxpar 2
 plan {"tp": 2}
 properties canonical collectives layouts rng vocabulary
 symbol b = x.0 like 4
@@ -265,7 +265,7 @@ def test_a_symbolic_size_is_divided_by_a_node() -> None:
     lines = [
         "%n = operator.mul(%b, 2) : 2*b",
         "%c = aten.cat.default([%x, %x]) : f32[2*b, 6] tp:R",
-        "%t = fxpar.take[tp](%c) : f32[2*b, 6] tp:R→S(0)",
+        "%t = fxpar.r_to_s[tp](%c) : f32[2*b, 6] tp:R→S(0)",
         "%out = aten.view.default(%t, [%n, 2, 3]) : f32[2*b, 2, 3] tp:S(0)",
     ]
     assert local(*lines)[-2:] == [

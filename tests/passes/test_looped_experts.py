@@ -58,9 +58,9 @@ def test_they_are_the_single_device_s(form: str, plan: dict[str, Any]) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_all_of_it_is_of_rows(form: str) -> None:
     found = operators(PassManager([canonicalize]).run(capture(Looped(form), batch(), Plan()).program))
-    each = {"fxpar.sort_by_expert": 1, "fxpar.take_rows": 1, "fxpar.grouped_linear": 2, "fxpar.put_weighed": 1}
+    each = {"fxpar.sort_by_expert": 1, "fxpar.moe_permute": 1, "fxpar.grouped_linear": 2, "fxpar.moe_combine": 1}
     biases = {"mixtral": 2, "nonzero": 2, "picked": 2, "scattered": 2, "masked": 2, "by_row": 1, "stacked": 0}[form]
-    assert found == each | ({"fxpar.spread_rows": biases} if biases else {})
+    assert found == each | ({"fxpar.expand_by_expert": biases} if biases else {})
 
 
 @pytest.mark.parametrize("form", sorted(MUTANTS))
@@ -135,7 +135,7 @@ class Layer(Looped):
 def test_several_layers(form: str) -> None:
     torch.manual_seed(0)
     model = Layers(form).double()
-    assert operators(PassManager([canonicalize]).run(capture(model, batch(), Plan()).program))["fxpar.put_weighed"] == 3
+    assert operators(PassManager([canonicalize]).run(capture(model, batch(), Plan()).program))["fxpar.moe_combine"] == 3
     found = verify(model, batch(), Plan(dp=2, ep=2))
     assert found.ok, found.values
 
@@ -156,7 +156,7 @@ class Twice(Looped):
 def test_a_loop_may_add_to_another_one() -> None:
     torch.manual_seed(0)
     model = Twice("masked").double()
-    assert operators(PassManager([canonicalize]).run(capture(model, batch(), Plan()).program))["fxpar.put_weighed"] == 2
+    assert operators(PassManager([canonicalize]).run(capture(model, batch(), Plan()).program))["fxpar.moe_combine"] == 2
     found = verify(model, batch(), Plan(dp=2, ep=2))
     assert found.ok, found.values
 

@@ -23,7 +23,7 @@ from tests.runtime.graphed import Reading
 from tests.zoo import CASES
 
 _TEXT = """\
-fxpar 1
+fxpar 2
 plan {}
 properties canonical
 symbol b = x.0 like 2

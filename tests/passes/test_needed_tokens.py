@@ -82,7 +82,7 @@ def test_what_the_program_says() -> None:
         '%expand_over"}',
         f"%expand_needed = fxpar.expand_needed[dp](%view_default_4, {choice}, 1) : f64[4, 4*b*s, 8] dp:S(0) "
         f'{{origin="{reason}"}}',
-        f"%sum_needed = fxpar.sum_needed[dp](%put_weighed_default, {choice}, 1) : f64[4*b*s, 8] dp:S(0) "
+        f"%sum_needed = fxpar.sum_needed[dp](%moe_combine_default, {choice}, 1) : f64[4*b*s, 8] dp:S(0) "
         f'{{origin="{reason}"}}',
     ]
 

@@ -26,7 +26,7 @@ from fxpar.verify.static import verify_static
 from tests.zoo import CASES, VOCABULARY, tokens
 
 _LAYERS = """\
-fxpar 1
+fxpar 2
 plan {"tp": 2}
 properties canonical coalesced collectives layouts local masks rng step vocabulary
 symbol b = x.0 like 3

@@ -22,7 +22,7 @@ from tests.zoo import CASES
 _COST = '"bandwidth": 1e9, "latency": 1e-06, "flops": 1e12, "multiprocessors": 1, "hidden": 1.0'
 _SQUARE = "f32[1000, 1000]"
 _HEAD = f"""\
-fxpar 1
+fxpar 2
 plan {{"tp": 2, "cost": {{{_COST}}}}}
 properties canonical collectives layouts local step
 %g = input["g"] : {_SQUARE} tp:S(1)
@@ -126,7 +126,7 @@ region layer_backward
 %x = operand : {_SQUARE} tp:R
 %g = operand : {_SQUARE} tp:R
 %a = operand : {_SQUARE} tp:S(0)
-%gs = fxpar.take[tp](%g) : {_SQUARE} tp:R→S(1) {_END}
+%gs = fxpar.r_to_s[tp](%g) : {_SQUARE} tp:R→S(1) {_END}
 %dw = aten.mm.default(%x, %gs) : {_SQUARE} tp:S(1) {_END}
 %dx = aten.mm.default(%gs, %a) : {_SQUARE} tp:P {_END}
 %sum = fxpar.all_reduce[tp](%dx) : {_SQUARE} tp:P→R {_END}

@@ -208,7 +208,7 @@ def test_a_number_of_values_is_sent_without_a_gradient() -> None:
     assert sent(program) == [("div", 1, True), ("item", 1, False)]
 
 
-SIZE_OF_A_RESULT = """fxpar 1
+SIZE_OF_A_RESULT = """fxpar 2
 plan {"pp": 2, "stages": {"down": 1}}
 properties canonical coalesced collectives layouts local masks rng sequence vocabulary
 symbol b = x.0 like 4

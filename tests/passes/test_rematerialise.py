@@ -33,7 +33,7 @@ from fxpar.text.printing import node_text
 from fxpar.verify.static import STATIC, verify_static
 from fxpar.verify.values import call_inputs, program_state, verify_values
 
-_HEAD = """fxpar 1
+_HEAD = """fxpar 2
 plan {"tp": 2, "recompute": "selective"}
 properties canonical coalesced collectives layouts local masks rng sequence vocabulary
 symbol n = x.0 like 4

@@ -27,7 +27,7 @@ _LAYER = """%a{i} = aten.linear.default(%x{i}, %up{i}) : f32[b, 16] tp:S(1)
 
 def _stack(ends: Mapping[int, str], frozen: Collection[str] = ()) -> str:
     """Layers, the ends of which may be other ones, and some parameters of which are not trained."""
-    lines = ["fxpar 1", 'plan {"tp": 2}', "properties canonical collectives layouts local rng vocabulary"]
+    lines = ["fxpar 2", 'plan {"tp": 2}', "properties canonical collectives layouts local rng vocabulary"]
     lines += ["symbol b = x.0 like 3", "loss loss"]
     for i in range(3):
         up, down = ("(frozen)" if f"{name}{i}" in frozen else "" for name in ("up", "down"))

@@ -46,7 +46,20 @@ def operators(program: Program) -> Counter[str]:
     """How often each operation occurs that has to do with rows, of torch and of fxpar."""
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     found = Counter(str(node.target).removesuffix(".default") for node in calls)
-    words = ("sort", "index", "gather", "scatter", "rows", "grouped", "group_", "put", "histc", "cumsum")
+    words = (
+        "sort",
+        "index",
+        "gather",
+        "scatter",
+        "rows",
+        "moe_",
+        "expert",
+        "grouped",
+        "group_",
+        "put",
+        "histc",
+        "cumsum",
+    )
     return Counter({name: n for name, n in found.items() if any(word in name for word in words)})
 
 
@@ -67,10 +80,15 @@ def test_they_are_the_single_device_s(form: dict[str, Any], plan: dict[str, Any]
 
 def test_what_is_known_of_them_is_written_in_one_way() -> None:
     """Nothing of the author's is left but his router."""
-    each = {"fxpar.sort_by_expert": 2, "fxpar.take_rows": 2, "fxpar.grouped_linear": 6}
-    assert operators(canonical(Sorted(layers=2))) == each | {"fxpar.put_weighed": 2}
+    each = {"fxpar.sort_by_expert": 2, "fxpar.moe_permute": 2, "fxpar.grouped_linear": 6}
+    assert operators(canonical(Sorted(layers=2))) == each | {"fxpar.moe_combine": 2}
     biased = operators(canonical(Sorted(**FORMS[1], layers=2)))
-    assert biased == each | {"fxpar.take_rows": 4, "fxpar.spread_rows": 2, "fxpar.put_rows": 2, "aten.gather": 2}
+    assert biased == each | {
+        "fxpar.moe_permute": 4,
+        "fxpar.expand_by_expert": 2,
+        "fxpar.moe_unpermute": 2,
+        "aten.gather": 2,
+    }
 
 
 def test_there_is_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +117,7 @@ def test_experts_are_on_several_ranks() -> None:
 def test_weights_of_a_router_say_what_is_dropped() -> None:
     torch.manual_seed(0)
     program = compile_program(capture(Sorted(layers=2), batch(), Plan(dp=2, ep=2, capacity_factor=1)).program)
-    assert sum("keep_heaviest" in str(node.target) for node in program.graph.nodes) == 2
+    assert sum("drop_by_probability" in str(node.target) for node in program.graph.nodes) == 2
 
 
 class Chosen(nn.Module):

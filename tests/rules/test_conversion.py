@@ -34,7 +34,7 @@ from fxpar.verify.simulate_ranks import coordinates, simulated_world
 
 SHAPE = (12, 12)
 TWO, THREE = {"dp": 2, "tp": 2}, {"dp": 2, "tp": 3}
-TEXT = """fxpar 1
+TEXT = """fxpar 2
 plan {{"dp": {dp}, "tp": {tp}}}
 properties canonical collectives layouts local masks rng sequence vocabulary
 %x = parameter["x"] : f64[12, 12] {source}
@@ -43,8 +43,13 @@ return y=%y
 """
 # Of a gradient, which the backward converts, and of which nothing is differentiated.
 GRADIENT = TEXT.replace('parameter["x"]', 'input["x"]').replace("{target}\n", "{target} {{phase=backward}}\n", 1)
-OF_GRADIENTS = ("pad", "pad_part", "sum_shared")  # no value of the forward goes through them
-_SHARED = ("share", "take_part", "pad_part", "sum_shared")  # of blocks that several ranks hold (test_factored)
+OF_GRADIENTS = ("s_to_p", "pad_shared", "reduce_from_shared")  # no value of the forward goes through them
+_SHARED = (
+    "copy_to_shared",
+    "split_shared",
+    "pad_shared",
+    "reduce_from_shared",
+)  # of blocks that several ranks hold (test_factored)
 
 
 def layouts(axes: Mapping[str, int]) -> list[Layout]:
@@ -196,9 +201,9 @@ def test_gradients_have_a_table_of_their_own(axes: Mapping[str, int], every: int
 @pytest.mark.parametrize("operator", OF_GRADIENTS)
 def test_what_is_for_gradients_alone_is_refused_in_the_forward(operator: str) -> None:
     source, target = {
-        "pad": ("tp:S(0)", "tp:P"),
-        "pad_part": ("tp:S(0)", "tp:S(0: 12 / 2; P)"),
-        "sum_shared": ("tp:S(0: 12 / 2; P)", "tp:S(0: 12 / 2)"),
+        "s_to_p": ("tp:S(0)", "tp:P"),
+        "pad_shared": ("tp:S(0)", "tp:S(0: 12 / 2; P)"),
+        "reduce_from_shared": ("tp:S(0: 12 / 2; P)", "tp:S(0: 12 / 2)"),
     }[operator]
     for form, is_right in ((TEXT, False), (GRADIENT, True)):
         text = form.format(dp=1, tp=4, operator=operator, names="tp", source=source, target=target)

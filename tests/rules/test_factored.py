@@ -10,11 +10,11 @@ import torch
 from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, Placement, R, parse_placement, shard
 from fxpar.ops.coercion_table import coercion
-from fxpar.ops.coercions import share, take_part
+from fxpar.ops.coercions import copy_to_shared, split_shared
 from fxpar.oracle.check import check_operation, sample
 from fxpar.oracle.ranks import local_positions
 from fxpar.oracle.sampled_operations import operations
-from fxpar.program.placements import at_rest, held_fraction, shared_fraction, unsettled
+from fxpar.program.placements import as_parameter, held_fraction, pending, shared_fraction
 from fxpar.rules import OpCall
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
@@ -35,16 +35,16 @@ SHARED = [cut(text, 24) for text in ("24 / 2", "2 x 12 / 2", "16 | 8 / 2", "16 |
 def test_a_part_is_taken_just_where_every_rank_has_it(source: Placement, target: Placement) -> None:
     row = coercion(source, target)
     if row is not None and (source.is_shared or target.is_shared):
-        assert row.operator is take_part
+        assert row.operator is split_shared
         assert all(set(local_positions(target, 4, rank)) <= set(local_positions(source, 4, rank)) for rank in range(4))
 
 
 def test_what_converts_shared_blocks() -> None:
-    rest = at_rest(SHARED[0])
+    rest = as_parameter(SHARED[0])
     assert str(rest) == "S(0: 24 / 2; I)"
     row = coercion(rest, SHARED[0])
     assert row is not None
-    assert row.operator is share
+    assert row.operator is copy_to_shared
     assert coercion(SHARED[0], shard(0, 24)) is not None
     assert coercion(cut("16 | 8 / 2", 24), cut("16 | 8", 24)) is not None
     assert coercion(cut("16 | !8", 24), cut("16 | 8 / 2", 24)) is not None
@@ -52,8 +52,8 @@ def test_what_converts_shared_blocks() -> None:
         assert coercion(rest, target) is None
         assert target == rest or coercion(target, rest) is None
     assert coercion(shard(0, 24), SHARED[0]) is None
-    assert unsettled(rest) == SHARED[0]
-    assert at_rest(shard(0, 24)) == shard(0, 24)
+    assert pending(rest) == SHARED[0]
+    assert as_parameter(shard(0, 24)) == shard(0, 24)
 
 
 def test_how_much_of_a_value_a_rank_holds() -> None:
@@ -100,7 +100,7 @@ def test_grouped_attention_with_shared_heads_agrees_with_brute_force(heads: int,
         (
             attention(8, 2, n=4),
             "S(1), S(1: 2 / 2; I), R",
-            "operand key has settled blocks (I), of which no rank has the whole gradient: share it",
+            "operand key has reduced blocks (I), of which no rank has the whole gradient: share it",
         ),
     ],
 )
@@ -134,8 +134,8 @@ def test_rules_agree_with_brute_force_on_shared_blocks(name: str) -> None:
 
 def test_shared_blocks_that_nothing_sums_are_refused_with_the_remedy() -> None:
     text = print_program(program("grouped", 4))
-    line = next(line for line in text.splitlines() if line.startswith("%k_weight_share = "))
-    broken = text.replace(line + "\n", "").replace("%k_weight_share", "%k_weight")
-    remedy = r"insert fxpar\.share\[tp\]\(%k_weight\) : tp:S\(0: 8 / 2; I\)→S\(0: 8 / 2\)"
+    line = next(line for line in text.splitlines() if line.startswith("%k_weight_copy_to_shared = "))
+    broken = text.replace(line + "\n", "").replace("%k_weight_copy_to_shared", "%k_weight")
+    remedy = r"insert fxpar\.copy_to_shared\[tp\]\(%k_weight\) : tp:S\(0: 8 / 2; I\)→S\(0: 8 / 2\)"
     with pytest.raises(LayoutError, match=remedy):
         check_types(parse_program(broken))

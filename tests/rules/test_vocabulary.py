@@ -37,7 +37,7 @@ def program(
     Args:
         before: a line in front of the operator; `{x}` in it is the layout of the parameter.
     """
-    lines = ["fxpar 1", f'plan {{"tp": {n}}}', "properties canonical collectives layouts local rng vocabulary"]
+    lines = ["fxpar 2", f'plan {{"tp": {n}}}', "properties canonical collectives layouts local rng vocabulary"]
     lines += ["loss out"] if result.startswith("f64[]") else []
     placement = placement_text(cut(dim, x.shape[dim], n), x.shape)
     lines.append(f'%x = parameter["x"] : f64{shape_text(x.shape)} tp:{placement}')
@@ -46,7 +46,7 @@ def program(
         lines.append(f'%{name} = input["{name}"] : {kind}{shape_text(value.shape)} tp:R')
         if name == "weight":
             block = placement_text(cut(0, len(value), n), value.shape)
-            lines.append(f"%weight_cut = fxpar.take[tp](%weight) : f64[{len(value)}] tp:R→{block}")
+            lines.append(f"%weight_cut = fxpar.r_to_s[tp](%weight) : f64[{len(value)}] tp:R→{block}")
     lines += [before.format(x=placement)] if before else []
     kind, layout = result.split(" tp:")
     lines.append(f"%found = {call} : {result}")
@@ -305,7 +305,7 @@ def test_a_composite_takes_a_cut_vocabulary_and_nothing_else(composite: Any) -> 
 
 
 def test_a_composite_of_a_whole_vocabulary_is_refused() -> None:
-    text = """fxpar 1
+    text = """fxpar 2
 plan {"tp": 2}
 properties canonical collectives layouts local rng vocabulary
 %x = parameter["x"] : f32[8, 6] tp:I

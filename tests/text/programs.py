@@ -84,7 +84,7 @@ def mlp() -> Program:
 
 
 MLP = """\
-fxpar 1
+fxpar 2
 plan {"tp": 2, "split": {"*.gate": "column"}}
 properties collectives layouts
 symbol b = x.0 like 3
@@ -181,7 +181,7 @@ def layouts() -> Program:
     split = build.node("split", aten.unbind.int, made[0], type=(f32(b, 288), f32(2)), layout=pair)
     needs = (tp(placements["segments"]), tp(shard(0, 2)), tp(shard(1, 288)))
     build.node("both", aten.cat.default, [split, made[0]], 1, type=f32(b, 576), layout=tp(I), needs=needs)
-    for kind in ("gather", "all_to_all"):
+    for kind in ("s_to_i", "all_to_all"):
         operator_ = OPERATORS[kind]
         build.node(kind, operator_, made[2], kwargs={"axis": "tp"}, type=f32(b * s * 96, 288), layout=tp(made_to(kind)))
     index = build.node("index", axis_index, kwargs={"axis": "tp"}, type=f32(), layout=tp(V))
@@ -191,7 +191,7 @@ def layouts() -> Program:
 
 
 def made_to(kind: str) -> Placement:
-    return I if kind == "gather" else shard(0, b * s * 96)
+    return I if kind == "s_to_i" else shard(0, b * s * 96)
 
 
 def empty_layouts() -> Program:

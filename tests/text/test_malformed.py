@@ -14,7 +14,8 @@ TYPE = "f32[b, s, 64] tp:P "
 
 MALFORMED = {
     # what: (line, text to replace, replacement, message)
-    "version": (1, "fxpar 1", "fxpar 2", "the header 'fxpar 2' is unknown; start the text with 'fxpar 1'"),
+    "version": (1, "fxpar 2", "fxpar 1", "the text has the form of version 1, and 2 is read; write it anew"),
+    "no version": (1, "fxpar 2", "program 2", "the header 'program 2' is unknown; start the text with 'fxpar 2'"),
     "header": (3, "properties", "propertys", "'propertys', which is unknown"),
     "two headers": (3, "properties ", 'plan {"tp": 2} ', "the plan line stands twice"),
     "late header": (10, "%mlp_out", "loss loss\n%mlp_out", "the loss line stands twice or below a node"),
@@ -139,7 +140,7 @@ CONSTANTS = [
 
 @pytest.mark.parametrize(("values", "kind", "message"), CONSTANTS)
 def test_values_that_do_not_fit_a_constant_are_refused(values: str, kind: str, message: str) -> None:
-    text = f'fxpar 1\nplan {{}}\nproperties\n%c = constant["c"]({values}) : {kind}\nreturn\n'
+    text = f'fxpar 2\nplan {{}}\nproperties\n%c = constant["c"]({values}) : {kind}\nreturn\n'
     with pytest.raises(TextError, match=message) as caught:
         parse_program(text)
     assert caught.value.where == "program:4"

@@ -134,7 +134,7 @@ def chosen(kind: str, sequence_parallel: bool, until: str = "localize") -> Progr
     return PassManager(DEFAULT_PASSES).run(captured, until=until)
 
 
-_SEQUENCE = """fxpar 1
+_SEQUENCE = """fxpar 2
 plan {{"tp": {tp}}}
 properties canonical collectives layouts local rng vocabulary
 symbol b = x.0 like 3
@@ -151,10 +151,10 @@ loss loss
 %rng = input["fxpar.rng"] : i64[3] tp:R
 %tp_index = fxpar.axis_index[tp]() : i64[] tp:V
 %h = aten.add.Tensor(%x, %position) : f32[b, 16, 24] tp:I  # - cases.py:1
-%h_split = fxpar.split[tp](%h) : f32[b, 16, 24] tp:S(1)  # - cases.py:1
+%h_i_to_s = fxpar.i_to_s[tp](%h) : f32[b, 16, 24] tp:S(1)  # - cases.py:1
 %weight = fxpar.copy_to[tp](%norm_weight) : f32[24] tp:R  # norm cases.py:2
 %bias = fxpar.copy_to[tp](%norm_bias) : f32[24] tp:R  # norm cases.py:2
-%norm = aten.layer_norm.default(%h_split, [24], %weight, %bias, 1e-05, False) : f32[b, 16, 24] tp:S(1)  # norm
+%norm = aten.layer_norm.default(%h_i_to_s, [24], %weight, %bias, 1e-05, False) : f32[b, 16, 24] tp:S(1)  # norm
 %norm_whole = fxpar.all_gather[tp](%norm) : f32[b, 16, 24] tp:R  # up cases.py:3
 %up = aten.linear.default(%norm_whole, %up_weight) : f32[b, 16, 40] tp:S(2)  # up cases.py:3
 %up_sum = aten.add.Tensor(%up, %up_bias) : f32[b, 16, 40] tp:S(2)  # up cases.py:3
@@ -164,14 +164,14 @@ loss loss
 %down_part = fxpar.reduce_scatter[tp](%down) : f32[b, 16, 24] tp:S(1)  # down cases.py:6
 %row = fxpar.copy_to[tp](%down_bias) : f32[24] tp:R  # down cases.py:6
 %down_sum = aten.add.Tensor(%down_part, %row) : f32[b, 16, 24] tp:S(1)  # down cases.py:6
-%y = aten.add.Tensor(%h_split, %down_sum) : f32[b, 16, 24] tp:S(1)  # - cases.py:7
-%target_part = fxpar.take[tp](%target) : f32[b, 16, 24] tp:S(1)  # - cases.py:8
+%y = aten.add.Tensor(%h_i_to_s, %down_sum) : f32[b, 16, 24] tp:S(1)  # - cases.py:7
+%target_part = fxpar.r_to_s[tp](%target) : f32[b, 16, 24] tp:S(1)  # - cases.py:8
 %gap = aten.sub.Tensor(%y, %target_part) : f32[b, 16, 24] tp:S(1)  # - cases.py:8
 %square = aten.pow.Tensor_Scalar(%gap, 2) : f32[b, 16, 24] tp:S(1)  # - cases.py:8
 %small = aten.mul.Tensor(%square, 0.001) : f32[b, 16, 24] tp:S(1)  # - cases.py:8
 %sum = aten.sum.default(%small) : f32[] tp:P  # - cases.py:8
 %loss = fxpar.reduce_from[tp](%sum) : f32[] tp:I  # - cases.py:8
-%y_whole = fxpar.gather[tp](%y) : f32[b, 16, 24] tp:I  # - cases.py:9
+%y_whole = fxpar.s_to_i[tp](%y) : f32[b, 16, 24] tp:I  # - cases.py:9
 %double = aten.mul.Tensor(%y_whole, 2.0) : f32[b, 16, 24] tp:I  # - cases.py:9
 return loss=%loss, y=%double
 """

@@ -76,14 +76,14 @@ def _operators(line: Line, names: Sequence[str]) -> Iterator[tuple[str, Line]]:
 def dual(source: Source) -> Edits:
     """Another operator of the table stands for a coercion."""
     for line in source.coercions:
-        for edit, other in _operators(line, [name for name in ROWS if name not in ("gather", "all_gather")]):
+        for edit, other in _operators(line, [name for name in ROWS if name not in ("s_to_i", "all_gather")]):
             yield Edit(edit, source.edited((line, [other])))
 
 
 def gather(source: Source) -> Edits:
     """A gather stands for a reduction, or for another coercion."""
     for line in source.coercions:
-        for edit, other in _operators(line, ("gather", "all_gather")):
+        for edit, other in _operators(line, ("s_to_i", "all_gather")):
             yield Edit(edit, source.edited((line, [other])))
 
 
@@ -131,7 +131,7 @@ def _lost_segments(dim: str, pieces: str, shape: list[str]) -> Iterator[str]:
 
 
 def _shared(dim: str, pieces: str, shape: list[str]) -> Iterator[str]:
-    """Blocks that ranks share are their own, or every rank's; or settled where they are not, or not where they are."""
+    """Blocks that ranks share are their own, or every rank's; or reduced where they are not, or not where they are."""
     body, rest, _ = pieces.partition("; I")
     if " / " not in body and "!" not in body:
         size = shape[int(dim)]

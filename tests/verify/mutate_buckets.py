@@ -125,7 +125,7 @@ def _other_operands(source: Source, bucket: _Bucket, position: int) -> Edits:
 
 
 def _converted(source: Source, bucket: _Bucket, position: int) -> Edits:
-    """A weight is converted apart too, an item is summed again, or settled."""
+    """A weight is converted apart too, an item is summed again, or reduced."""
     item, owner = bucket.items[position], bucket.operands[position]
 
     def behind(what: str, claim: str, *lines: Line) -> Edit:
@@ -139,7 +139,7 @@ def _converted(source: Source, bucket: _Bucket, position: int) -> Edits:
     operator = "share" if "; I" in owner.layouts[0] else "copy_to"
     yield behind("converted apart", item.layouts[0], named("twin", f"fxpar.{operator}[tp](%{owner.name})"))
     yield behind("converted again", item.layouts[0], named("again", f"fxpar.{operator}[tp](%{item.name})"))
-    yield behind("settled", "I", named("settled", f"fxpar.settle[tp](%{item.name})"))
+    yield behind("reduced", "I", named("reduced", f"fxpar.r_to_i[tp](%{item.name})"))
     again = _bucket(named("bucket", ""), [item], item.layouts)
     last = named("last", f"operator.getitem(%{again.name}, 0)")
     yield behind("summed again", item.layouts[0], again, last)

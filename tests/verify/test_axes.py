@@ -26,7 +26,7 @@ from tests.verify.readings import judge
 from tests.verify.test_mutants import accepted
 from tests.verify.test_readings import conclude, siblings
 
-HEAD = """fxpar 1
+HEAD = """fxpar 2
 plan {{"tp": {tp}, "dp": {dp}}}
 properties {properties}
 symbol b = x.0 / {dp} like 3
@@ -55,32 +55,32 @@ def judged(text: str) -> str:
     return judge(program, state, {"x": torch.randn(rows, 12, generator=generator)}).kind
 
 
-NESTED = """%a = fxpar.split[dp](%w) : f32[24, 12] dp:I→S(0) tp:I
-%c = fxpar.split[tp](%a) : f32[24, 12] dp:S(0) tp:I→S(0)
+NESTED = """%a = fxpar.i_to_s[dp](%w) : f32[24, 12] dp:I→S(0) tp:I
+%c = fxpar.i_to_s[tp](%a) : f32[24, 12] dp:S(0) tp:I→S(0)
 """
-TURNED = """%a = fxpar.split[tp](%w) : f32[24, 12] dp:I tp:I→S(0)
-%c = fxpar.split[dp](%a) : f32[24, 12] tp:S(0) dp:I→S(0)
+TURNED = """%a = fxpar.i_to_s[tp](%w) : f32[24, 12] dp:I tp:I→S(0)
+%c = fxpar.i_to_s[dp](%a) : f32[24, 12] tp:S(0) dp:I→S(0)
 """
 RIGHT = {
     "the inner one first": NESTED
-    + """%d = fxpar.gather[tp](%c) : f32[24, 12] dp:S(0) tp:S(0)→I
-%e = fxpar.gather[dp](%d) : f32[24, 12] dp:S(0)→I tp:I
+    + """%d = fxpar.s_to_i[tp](%c) : f32[24, 12] dp:S(0) tp:S(0)→I
+%e = fxpar.s_to_i[dp](%d) : f32[24, 12] dp:S(0)→I tp:I
 """,
     "the other way round": TURNED
-    + """%d = fxpar.gather[dp](%c) : f32[24, 12] dp:S(0)→I tp:S(0)
-%e = fxpar.gather[tp](%d) : f32[24, 12] dp:I tp:S(0)→I
+    + """%d = fxpar.s_to_i[dp](%c) : f32[24, 12] dp:S(0)→I tp:S(0)
+%e = fxpar.s_to_i[tp](%d) : f32[24, 12] dp:I tp:S(0)→I
 """,
-    "both at once": """%c = fxpar.split[dp-tp](%w) : f32[24, 12] dp:I→S(0) tp:I→S(0)
-%e = fxpar.gather[dp-tp](%c) : f32[24, 12] dp:S(0)→I tp:S(0)→I
+    "both at once": """%c = fxpar.i_to_s[dp-tp](%w) : f32[24, 12] dp:I→S(0) tp:I→S(0)
+%e = fxpar.s_to_i[dp-tp](%c) : f32[24, 12] dp:S(0)→I tp:S(0)→I
 """,
     "the outer one, as what it leaves": NESTED
-    + """%d = fxpar.gather[dp](%c) : f32[24, 12] dp:S(0)→I tp:S(0: {dp} x {block})
-%e = fxpar.gather[tp](%d) : f32[24, 12] dp:I tp:S(0: {dp} x {block})→I
+    + """%d = fxpar.s_to_i[dp](%c) : f32[24, 12] dp:S(0)→I tp:S(0: {dp} x {block})
+%e = fxpar.s_to_i[tp](%d) : f32[24, 12] dp:I tp:S(0: {dp} x {block})→I
 """,
-    "dimensions of their own": """%a = fxpar.split[dp](%w) : f32[24, 12] dp:I→S(0) tp:I
-%c = fxpar.split[tp](%a) : f32[24, 12] dp:S(0) tp:I→S(1)
-%d = fxpar.gather[dp](%c) : f32[24, 12] dp:S(0)→I tp:S(1)
-%e = fxpar.gather[tp](%d) : f32[24, 12] dp:I tp:S(1)→I
+    "dimensions of their own": """%a = fxpar.i_to_s[dp](%w) : f32[24, 12] dp:I→S(0) tp:I
+%c = fxpar.i_to_s[tp](%a) : f32[24, 12] dp:S(0) tp:I→S(1)
+%d = fxpar.s_to_i[dp](%c) : f32[24, 12] dp:S(0)→I tp:S(1)
+%e = fxpar.s_to_i[tp](%d) : f32[24, 12] dp:I tp:S(1)→I
 """,
 }
 
@@ -94,58 +94,58 @@ def test_cuts_that_are_undone_from_the_inside_are_right(name: str, dp: int, tp: 
 
 WRONG = {
     "gathers the outer of two nested cuts": (
-        NESTED + "%d = fxpar.gather[dp](%c) : f32[24, 12] dp:S(0)→I tp:S(0)\n%e = fxpar.gather[tp](%d) : f32[24, 12] "
+        NESTED + "%d = fxpar.s_to_i[dp](%c) : f32[24, 12] dp:S(0)→I tp:S(0)\n%e = fxpar.s_to_i[tp](%d) : f32[24, 12] "
         "dp:I tp:S(0)→I\nreturn y=%e\n",
         "%d: on axis tp: converting dp leaves it S(0: 2 x 12), the note says S(0)",
     ),
     "cuts the outer of two nested cuts": (
-        "%a = fxpar.split[tp](%w) : f32[24, 12] dp:I tp:I→S(0)\n%c = fxpar.split[dp](%a) : f32[24, 12] dp:I→S(0) "
-        "tp:S(0)\n%e = fxpar.gather[dp-tp](%c) : f32[24, 12] dp:S(0)→I tp:S(0)→I\nreturn y=%e\n",
+        "%a = fxpar.i_to_s[tp](%w) : f32[24, 12] dp:I tp:I→S(0)\n%c = fxpar.i_to_s[dp](%a) : f32[24, 12] dp:I→S(0) "
+        "tp:S(0)\n%e = fxpar.s_to_i[dp-tp](%c) : f32[24, 12] dp:S(0)→I tp:S(0)→I\nreturn y=%e\n",
         "%c: on axis tp: converting dp leaves it S(0), the note says S(0: 2 x 12)",
     ),
     "scatters a sum over the outer of two nested cuts": (
-        "%a = fxpar.split[tp](%w) : f32[24, 12] dp:I tp:I→S(0)\n%p = fxpar.keep_first[dp](%a) : f32[24, 12] dp:I→P "
+        "%a = fxpar.i_to_s[tp](%w) : f32[24, 12] dp:I tp:I→S(0)\n%p = fxpar.i_to_p[dp](%a) : f32[24, 12] dp:I→P "
         "tp:S(0)\n%c = fxpar.reduce_scatter[dp](%p) : f32[24, 12] dp:P→S(0) tp:S(0)\nreturn y=%c\n",
         "%c: on axis tp: converting dp leaves it S(0), the note says S(0: 2 x 12)",
     ),
     "joins nested cuts against the order of ranks": (
-        TURNED + "%e = fxpar.gather[dp-tp](%c) : f32[24, 12] dp:S(0)→I tp:S(0)→I\nreturn y=%e\n",
+        TURNED + "%e = fxpar.s_to_i[dp-tp](%c) : f32[24, 12] dp:S(0)→I tp:S(0)→I\nreturn y=%e\n",
         "is not one run of blocks over dp-tp",
     ),
     "names joined axes against the mesh": (
-        "%c = fxpar.split[tp-dp](%w) : f32[24, 12] dp:I→S(0) tp:I→S(0)\nreturn y=%c\n",
+        "%c = fxpar.i_to_s[tp-dp](%w) : f32[24, 12] dp:I→S(0) tp:I→S(0)\nreturn y=%c\n",
         "name the axes as the mesh does: dp-tp",
     ),
     "reduces over the other axis": (
-        "%p = fxpar.keep_first[dp](%w) : f32[24, 12] dp:I→P tp:I\n%r = fxpar.reduce_from[tp](%p) : f32[24, 12] dp:P "
+        "%p = fxpar.i_to_p[dp](%w) : f32[24, 12] dp:I→P tp:I\n%r = fxpar.reduce_from[tp](%p) : f32[24, 12] dp:P "
         "tp:I\nreturn y=%r\n",
         "%r: on axis tp: takes P and finds I",
     ),
     "reduces over one axis of two": (
-        "%p = fxpar.keep_first[dp-tp](%w) : f32[24, 12] dp:I→P tp:I→P\n%r = fxpar.reduce_from[tp](%p) : f32[24, 12] "
+        "%p = fxpar.i_to_p[dp-tp](%w) : f32[24, 12] dp:I→P tp:I→P\n%r = fxpar.reduce_from[tp](%p) : f32[24, 12] "
         "dp:P tp:P→I\nreturn y=%r\n",
         "output y = %r: on axis dp: is P and must be I",
     ),
     "writes what another spelling says": (
-        "%a = fxpar.split[tp](%w) : f32[24, 12] dp:I tp:I→S(1)\nreturn y=%a\n".replace(
+        "%a = fxpar.i_to_s[tp](%w) : f32[24, 12] dp:I tp:I→S(1)\nreturn y=%a\n".replace(
             "dp:I tp:I→S(1)", "tp:I→S(1) dp:I"
         ),
         "is not in its one spelling",
     ),
     "sums the gradients of a bucket over the wrong group": (
         "%g = fxpar.sum_gradients[tp](%w) : (f32[24, 12] dp:I tp:R)\n%u = operator.getitem(%g, 0) : f32[24, 12] dp:I "
-        "tp:R\n%s = fxpar.take[dp](%x) : f32[2*b, 12] dp:R→S(0) tp:R\n%y = aten.linear.default(%s, %u) : f32[2*b, 24] "
-        "dp:S(0) tp:R\nreturn y=%y\n",
+        "tp:R\n%s = fxpar.r_to_s[dp](%x) : f32[2*b, 12] dp:R→S(0) tp:R\n%y = aten.linear.default(%s, %u) : f32[2*b, "
+        "24] dp:S(0) tp:R\nreturn y=%y\n",
         "%y: on axis dp: invariant (I) operands meet S",
     ),
     "sums over two axes what is cut on one": (
-        "%a = fxpar.split[tp](%w) : f32[24, 12] dp:I tp:I→S(0)\n%u = fxpar.copy_to[dp-tp](%a) : f32[24, 12] dp:I→R "
+        "%a = fxpar.i_to_s[tp](%w) : f32[24, 12] dp:I tp:I→S(0)\n%u = fxpar.copy_to[dp-tp](%a) : f32[24, 12] dp:I→R "
         "tp:S(0)→R\nreturn y=%u\n",
         "%u: on axis tp: takes I and finds S(0)",
     ),
     "draws the same bits for other rows": (
         '%rng = input["fxpar.rng"] : i64[3] dp:R tp:R\n%i = fxpar.axis_index[tp]() : i64[] dp:R tp:V\n'
-        "%s = fxpar.take[dp](%x) "
+        "%s = fxpar.r_to_s[dp](%x) "
         ": f32[2*b, 12] dp:R→S(0) tp:R\n%d = fxpar.dropout(%s, %rng, 0.1, [%i]) : f32[2*b, 12] dp:S(0) tp:R "
         "{random=7}\nreturn y=%d\n",
         "on axis dp: the ranks hold different elements but would draw the same bits",
@@ -167,8 +167,8 @@ SHARDED_OPTIMIZER = """%u = fxpar.copy_to[dp](%w) : f32[24, 12] dp:I→R tp:S(0)
 %flat = aten.view.default(%m, [-1]) : f32[288] dp:P tp:S(0)
 %own = fxpar.reduce_scatter[dp](%flat) : f32[288] tp:S(0) dp:P→S(0)
 %step = aten.mul.Tensor(%own, 0.1) : f32[288] tp:S(0) dp:S(0)
-%all = fxpar.gather[dp](%step) : f32[288] dp:S(0)→I tp:S(0)
-%whole = fxpar.gather[tp](%all) : f32[288] dp:I tp:S(0)→I
+%all = fxpar.s_to_i[dp](%step) : f32[288] dp:S(0)→I tp:S(0)
+%whole = fxpar.s_to_i[tp](%all) : f32[288] dp:I tp:S(0)→I
 return step=%own, whole=%whole
 """
 
@@ -304,7 +304,7 @@ OUT_OF_ORDER = [
     ),
     (
         "tp:I",
-        "%a = fxpar.split[tp](%w) : f32[24, 12] dp:I tp:I→S(0: 12 | 12 reversed)\nreturn y=%a\n",
+        "%a = fxpar.i_to_s[tp](%w) : f32[24, 12] dp:I tp:I→S(0: 12 | 12 reversed)\nreturn y=%a\n",
         "on axis tp: does not convert I to S(0: 12 | 12 reversed)",
     ),
     ("tp:S(0: 28 | -4)", "return y=%w\n", "on axis tp: S(0: 28 | -4) is not in its shortest form"),

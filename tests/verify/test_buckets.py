@@ -15,7 +15,7 @@ from fxpar.text.printing import print_program
 from fxpar.verify.static import verify_static
 from tests.verify.readings import judge
 
-BUCKET = """fxpar 1
+BUCKET = """fxpar 2
 plan {"tp": 2}
 properties canonical coalesced collectives layouts
 symbol b = x.0 like 3
@@ -38,7 +38,7 @@ def test_a_bucket_of_parameters_is_right() -> None:
 
 
 # Keys and values that two tensor parallel ranks share are summed over these, then with the queries over data ranks.
-CHAIN = """fxpar 1
+CHAIN = """fxpar 2
 plan {"tp": 4, "dp": 2}
 properties canonical coalesced collectives layouts local masks rng sequence vocabulary
 symbol b = x.0 / 2 like 3
@@ -56,9 +56,9 @@ loss loss
 %q_sum = operator.getitem(%dp_sums, 0) : f32[16, 12] dp:R tp:S(0)
 %y = aten.linear.default(%x, %q_sum) : f32[2*b, 16] dp:S(0) tp:S(1)
 %keys = aten.linear.default(%x, %k_sum) : f32[2*b, 8] dp:S(0) tp:S(1: 8 / 2)
-%own = fxpar.take_part[tp](%keys) : f32[2*b, 8] dp:S(0) tp:S(1: 8 / 2)→S(1)
+%own = fxpar.split_shared[tp](%keys) : f32[2*b, 8] dp:S(0) tp:S(1: 8 / 2)→S(1)
 %values = aten.linear.default(%x, %v_sum) : f32[2*b, 8] dp:S(0) tp:S(1: 8 / 2)
-%aside = fxpar.take_part[tp](%values) : f32[2*b, 8] dp:S(0) tp:S(1: 8 / 2)→S(1)
+%aside = fxpar.split_shared[tp](%values) : f32[2*b, 8] dp:S(0) tp:S(1: 8 / 2)→S(1)
 %squares = aten.pow.Tensor_Scalar(%own, 2) : f32[2*b, 8] dp:S(0) tp:S(1)
 %of_rows = aten.sum.dim_IntList(%squares, [1]) : f32[2*b] dp:S(0) tp:P
 %rows = fxpar.reduce_from[tp](%of_rows) : f32[2*b] dp:S(0) tp:P→I

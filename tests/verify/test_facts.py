@@ -176,7 +176,7 @@ def test_a_fault_that_a_later_pass_mends_is_found() -> None:
     assert "after 'change'" in failure([idle, changing(layout(P), name), dataclasses.replace(mend, name="mend")])
 
 
-TEXT = """fxpar 1
+TEXT = """fxpar 2
 plan {"tp": 2}
 properties
 symbol b = x.0 like 3
@@ -249,7 +249,7 @@ def test_another_plan_is_asked_anew() -> None:
     assert after.memory is not before.memory
 
 
-_SMALL = """fxpar 1
+_SMALL = """fxpar 2
 plan {{"tp": 2}}
 properties canonical
 symbol b = x.0 like 3
@@ -319,7 +319,7 @@ def test_what_is_printed_as_an_operand_is_none(name: str) -> None:
         PassManager([like_a_node], STATIC).run(parse_program(LOOKALIKES))
 
 
-LOOKALIKES = """fxpar 1
+LOOKALIKES = """fxpar 2
 plan {"tp": 2}
 properties canonical collectives layouts local rng vocabulary
 symbol b = x.0 like 3

@@ -65,7 +65,7 @@ def test_a_loss_that_carries_no_gradient_is_refused() -> None:
 
 def test_an_output_with_a_whole_segment_is_refused() -> None:
     """Its part that every rank holds would get a gradient that nothing sums."""
-    text = """fxpar 1
+    text = """fxpar 2
 plan {"tp": 2}
 properties canonical collectives layouts local rng vocabulary
 %w = parameter["w"] : f32[4, 3] tp:S(0)

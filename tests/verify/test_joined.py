@@ -8,15 +8,15 @@ from fxpar.errors import CheckFailed, FxparError, LayoutError, TextError
 from fxpar.text.parsing import parse_program
 from fxpar.verify.static import verify_static
 
-HEAD = """fxpar 1
+HEAD = """fxpar 2
 plan {{"tp": {tp}, "dp": {dp}}}
 properties canonical collectives layouts{more}
 """
 BUCKET = """%w = parameter["w"] : f32[8, 6] dp:I tp:I
 %bk = fxpar.sum_gradients[AXES](%w) : (f32[8, 6] dp:R tp:R)
 %a = operator.getitem(%bk, 0) : f32[8, 6] dp:R tp:R
-%b = fxpar.take[dp](%a) : f32[8, 6] dp:S(1) tp:R
-%m = fxpar.take[tp](%b) : f32[8, 6] dp:S(1) tp:S(0)
+%b = fxpar.r_to_s[dp](%a) : f32[8, 6] dp:S(1) tp:R
+%m = fxpar.r_to_s[tp](%b) : f32[8, 6] dp:S(1) tp:S(0)
 %e = aten.sum.default(%m) : f32[] dp:P tp:P
 %f = fxpar.reduce_from[dp-tp](%e) : f32[] dp:I tp:I
 return loss=%f
@@ -101,4 +101,4 @@ return w=%w
 
 def test_an_option_is_named_once() -> None:
     with pytest.raises(TextError, match="names 'tp' twice"):
-        parse_program('fxpar 1\nplan {"tp": 2, "dp": 2, "tp": 4}\nreturn\n')
+        parse_program('fxpar 2\nplan {"tp": 2, "dp": 2, "tp": 4}\nreturn\n')

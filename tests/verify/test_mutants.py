@@ -143,7 +143,7 @@ def test_every_mutant_of_a_chosen_split_is_rejected_in_numbers(kind: str) -> Non
 
 
 # A table whose words are not cut, where others may be.
-_TABLE = """fxpar 1
+_TABLE = """fxpar 2
 plan {"tp": 2}
 properties canonical collectives layouts vocabulary
 loss x

@@ -159,7 +159,7 @@ def without_derivative(call: str) -> tuple[str, str]:
         "%drop = fxpar.dropout(%w, %rng, 0.1) : f32[b, 16, 40] tp:S(2)",
         "%drop_w = fxpar.dropout(%w, %rng, 0.1) : f32[b, 16, 40] tp:R",
     )
-    used = used.replace("%down = ", "%drop = fxpar.take[tp](%drop_w) : f32[b, 16, 40] tp:S(2)\n%down = ")
+    used = used.replace("%down = ", "%drop = fxpar.r_to_s[tp](%drop_w) : f32[b, 16, 40] tp:S(2)\n%down = ")
     return beside, used
 
 

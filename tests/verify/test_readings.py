@@ -102,7 +102,7 @@ def test_both_readings_of_a_right_text_are_the_same() -> None:
 
 
 WRONG = (
-    ("fxpar.reduce_scatter[tp](%down)", "fxpar.take[tp](%down)"),
+    ("fxpar.reduce_scatter[tp](%down)", "fxpar.r_to_s[tp](%down)"),
     ("fxpar.all_gather[tp](%norm)", "aten.cat.default([%norm, %norm], 1)"),
 )
 

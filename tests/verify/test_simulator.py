@@ -23,7 +23,7 @@ from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
 from fxpar.oracle.ranks import agree_gradient, place_gradient
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program.placements import at_rest, dual
+from fxpar.program.placements import as_parameter, dual
 from fxpar.program.program import Program, operands
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import placement_text
@@ -91,7 +91,7 @@ def _ran(operator: Any, source: Placement, target: Placement, x: LocalTensor, gr
     kind = f"f64{shape_text(SHAPE)}"
     before, after = (placement_text(placement, SHAPE) for placement in (source, target))
     program = parse_program(
-        f"""fxpar 1
+        f"""fxpar 2
 plan {{"tp": {n}}}
 properties canonical collectives layouts local
 %x = input["x"] : {kind} tp:{before}
@@ -132,7 +132,7 @@ SHARED = (
 
 def _shared_rows() -> list[tuple[Placement, Placement]]:
     """Shared blocks as they rest and as operations hold them, and each with finer ones of the same pieces."""
-    rows = [(at_rest(source), source) for source in SHARED]
+    rows = [(as_parameter(source), source) for source in SHARED]
     for source in SHARED:
         plain = tuple(replace(p, sharded=True, copies=1) for p in source.pieces)
         finer = {pieces_of(plain), tuple(p if p.sharded else replace(p, sharded=True, copies=2) for p in source.pieces)}
@@ -162,7 +162,7 @@ def test_coercions_of_shared_blocks_keep_the_value_and_its_gradient(n: int) -> N
             for rank in range(n):
                 torch.testing.assert_close(results[rank], block(value, target, n, rank), msg=where)
             assert agree_gradient(grads, source, gradient), where
-            checked.append(source.settled)
+            checked.append(source.reduced)
     assert checked.count(True) >= 4
     assert checked.count(False) >= 4
 

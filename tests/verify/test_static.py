@@ -70,14 +70,14 @@ def without(name: str, operand: str) -> Program:
 # Coercion and its operand, and what the check says of the program without it.
 MISSING = (
     (
-        ("h_split", "h"),
+        ("h_i_to_s", "h"),
         "%norm (norm): on axis tp: invariant (I) and replicated (R) operands meet: coerce I → R (copy_to) "
-        "(%h is I, %weight is R, %bias is R); insert fxpar.split[tp](%h) : tp:I→S(1)",
+        "(%h is I, %weight is R, %bias is R); insert fxpar.i_to_s[tp](%h) : tp:I→S(1)",
     ),
     (
         ("weight", "norm_weight"),
         "%norm (norm): on axis tp: invariant (I) operands meet S: coerce them first "
-        "(%h_split is S(1), %norm_weight is I, %bias is R); insert fxpar.copy_to[tp](%norm_weight) : tp:I→R",
+        "(%h_i_to_s is S(1), %norm_weight is I, %bias is R); insert fxpar.copy_to[tp](%norm_weight) : tp:I→R",
     ),
     (
         ("norm_whole", "norm"),
@@ -97,12 +97,12 @@ MISSING = (
     (
         ("target_part", "target"),
         "%gap (cases.py:8): on axis tp: operand other is R where S(1) fits S(1) of self "
-        "(%y is S(1), %target is R); insert fxpar.take[tp](%target) : tp:R→S(1)",
+        "(%y is S(1), %target is R); insert fxpar.r_to_s[tp](%target) : tp:R→S(1)",
     ),
     (
         ("y_whole", "y"),
         "%double (cases.py:9): on axis tp: the note says I, its operands give S(1) (%y is S(1)); "
-        "insert fxpar.gather[tp](%y) : tp:S(1)→I",
+        "insert fxpar.s_to_i[tp](%y) : tp:S(1)→I",
     ),
 )
 
@@ -128,7 +128,7 @@ TYPES: tuple[tuple[tuple[str, str], type[FxparError], str], ...] = (
         ("y=%double", "y=%norm_whole"),
         CheckFailed,
         "output y = %norm_whole (up, cases.py:3): on axis tp: is R and must be I: each rank would differentiate "
-        "something else; insert fxpar.settle[tp](%norm_whole)",
+        "something else; insert fxpar.r_to_i[tp](%norm_whole)",
     ),
     (
         ("fxpar.reduce_scatter", "fxpar.copy_to"),
@@ -170,7 +170,7 @@ TYPES: tuple[tuple[tuple[str, str], type[FxparError], str], ...] = (
         ('"target"] : f32[b, 16, 24] tp:R', '"target"] : f32[b, 16, 24] tp:S(1)'),
         LayoutError,
         "%target: on axis tp: an input cannot be S(1): every rank gets it whole; "
-        "write tp:R and insert fxpar.take[tp](%target)",
+        "write tp:R and insert fxpar.r_to_s[tp](%target)",
     ),
     (
         ('"up.bias"] : f32[40] tp:S(0)', '"up.bias"] : f32[40] tp:S(0: 8 x 5)'),
@@ -181,7 +181,7 @@ TYPES: tuple[tuple[tuple[str, str], type[FxparError], str], ...] = (
         ('"up.bias"] : f32[40] tp:S(0)', '"up.bias"] : f32[40] tp:S(0: 20 | !20)'),
         LayoutError,
         "%up_bias (up): on axis tp: S(0: 20 | !20) has blocks that several ranks hold, whose gradients nothing would "
-        "sum; write tp:S(0: 20 | !20; I) and insert fxpar.share[tp](%up_bias)",
+        "sum; write tp:S(0: 20 | !20; I) and insert fxpar.copy_to_shared[tp](%up_bias)",
     ),
     (
         ("aten.linear.default(%drop, %down_weight)", "aten.linear.default(%gelu, %gelu)"),
@@ -250,18 +250,18 @@ def test_two_random_nodes_with_one_identity_are_named() -> None:
 
 def test_a_second_conversion_of_a_value_is_named() -> None:
     """It would leave all values right and double what is sent."""
-    again = "%again = fxpar.split[tp](%h) : f32[b, 16, 24] tp:S(1)  # - cases.py:7"
+    again = "%again = fxpar.i_to_s[tp](%h) : f32[b, 16, 24] tp:S(1)  # - cases.py:7"
     program_ = edited(
-        ("%y = aten.add.Tensor(%h_split, %down_sum)", f"{again}\n%y = aten.add.Tensor(%again, %down_sum)")
+        ("%y = aten.add.Tensor(%h_i_to_s, %down_sum)", f"{again}\n%y = aten.add.Tensor(%again, %down_sum)")
     )
     with pytest.raises(CheckFailed) as error:
         check_structure(program_)
-    assert str(error.value) == "%again (cases.py:7): converts %h to S(1) on axis tp a second time; use %h_split"
+    assert str(error.value) == "%again (cases.py:7): converts %h to S(1) on axis tp a second time; use %h_i_to_s"
 
 
 def test_a_value_may_be_converted_to_several_placements() -> None:
     other = "%other = fxpar.copy_to[tp](%h) : f32[b, 16, 24] tp:R"
-    verify_static(edited(("%h_split = fxpar.split", f"{other}\n%h_split = fxpar.split")))
+    verify_static(edited(("%h_i_to_s = fxpar.i_to_s", f"{other}\n%h_i_to_s = fxpar.i_to_s")))
 
 
 def _forget_note(graph: fx.Graph) -> None:
@@ -310,7 +310,7 @@ def test_a_random_operator_behind_assign_rng_is_refused() -> None:
 
 SHAPES = (
     (
-        ("aten.layer_norm.default(%h_split, [24]", "aten.layer_norm.default(%h_split, [12]"),
+        ("aten.layer_norm.default(%h_i_to_s, [24]", "aten.layer_norm.default(%h_i_to_s, [12]"),
         "%norm (norm): cannot run on a rank's shapes: ",
     ),
     (
@@ -319,7 +319,7 @@ SHAPES = (
         "[3, 16, 20] of torch.float32",
     ),
     (
-        ("fxpar.take[tp](%target) : f32[b, 16, 24]", "fxpar.take[tp](%target) : f32[b, 16, 48]"),
+        ("fxpar.r_to_s[tp](%target) : f32[b, 16, 24]", "fxpar.r_to_s[tp](%target) : f32[b, 16, 48]"),
         "a coercion of f32[b, 16, 24] cannot give f32[b, 16, 48]",
     ),
 )
@@ -352,7 +352,7 @@ def test_a_size_that_the_example_has_and_others_have_not_is_refused() -> None:
 
 def test_a_slice_of_a_fused_dimension_is_judged_by_global_positions() -> None:
     """On a rank, 12 of 36 elements are the first of three segments; 6 of them are a part of one."""
-    text = """fxpar 1
+    text = """fxpar 2
 plan {"tp": 2}
 properties canonical collectives layouts local rng vocabulary
 symbol b = x.0 like 3

@@ -87,13 +87,13 @@ def run_of(outputs: dict[str, Tensor], gradients: dict[str, Tensor] | None = Non
 
 
 PLAIN = parse_program(
-    """fxpar 1
+    """fxpar 2
 plan {"tp": 2}
 properties canonical collectives layouts local rng vocabulary
 loss loss
 %w = parameter["w"] : f32[4, 2] tp:S(0)
 %ids = input["ids"] : i64[4] tp:R
-%whole = fxpar.gather[tp](%w) : f32[4, 2] tp:I
+%whole = fxpar.s_to_i[tp](%w) : f32[4, 2] tp:I
 %loss = aten.sum.default(%whole) : f32[] tp:I
 return loss=%loss, ids=%ids
 """

@@ -254,7 +254,7 @@ class StandInSide:
         self._unread += begun
         return begun
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """See `Side`."""
         for late in self._unread:
             late.value = late.value.clone()
