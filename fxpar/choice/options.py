@@ -140,7 +140,7 @@ def list_options(
     options.shared = {s.size for s in program.symbols if s.ranks == n}
     options.products = {node for node, _ in matmul_flops(program)}
     options.over_tokens = data_parallel
-    parameters = [program.node(p.node) for p in program.parameters if p.kind == "parameter"]
+    parameters = dict.fromkeys(program.node(p.node) for p in program.parameters if p.kind == "parameter")
     free = {node: _cuts(options, node) for node in parameters if is_free and node not in pins}
     _keep_attention_whole(options, free)
     reached = set()
@@ -150,13 +150,11 @@ def list_options(
         kinds = () if node.op == "output" else output_types(node)
         if not kinds or node.target is operator.getitem:
             continue
-        parameter = program.parameter(node) if node.op == "placeholder" else None
-        if parameter is not None and parameter.kind == "parameter":
+        if node in parameters:
             reached.add(node)
             cuts = (pins[node],) if node in pins else _offered(options, node, free.get(node, []))
-            offered = tuple(
-                Option((), (canonical_placement(cut, flags[node][0]),), _why(options, node, cut)) for cut in cuts
-            )
+            carries = flags[node][0]
+            offered = tuple(Option((), (canonical_placement(c, carries),), _why(options, node, c)) for c in cuts)
             options.of[node] = interned.setdefault(offered, offered)
         elif node.op == "placeholder":
             options.of[node] = interned.setdefault((Option((), (R,)),), (Option((), (R,)),))
