@@ -12,6 +12,8 @@ import yaml
 
 from tools import scales
 
+pytest.importorskip("ruff", reason="the scales of complexity are ruff's")
+
 FILES = {
     "fxpar/__init__.py": '"""A package."""\n',
     "fxpar/one.py": '''"""Says found in a text."""
