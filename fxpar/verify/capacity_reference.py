@@ -32,10 +32,12 @@ def drop_beyond_capacity(program: Program, plan: Plan) -> None:
         if plan.drop_policy == "probs":
             weights = next(operands(put)[1] for put in region.puts if put.target is fxp.moe_combine.default)
             _bring_before(weights, sort)
+        tensor_ranks = plan.tp if plan.ep > 1 else 1
         with program.graph.inserting_before(sort):
-            rows = _batch(program)
-            cuts = plan.data_ranks, plan.tp if plan.ep > 1 else 1
-            args = (indices, weights, region.experts, rows, *cuts, str(plan.capacity_factor))
+            # Where no row is cut, what a data rank has is as one row.
+            rows = _batch(program) if tensor_ranks > 1 else plan.data_ranks
+            cuts = rows, plan.data_ranks, tensor_ranks
+            args = (indices, weights, region.experts, *cuts, str(plan.capacity_factor))
             limited = program.graph.call_function(kept_pairs, args)
         set_note(limited, note(indices))
         sort.replace_input_with(indices, limited)
@@ -49,7 +51,7 @@ def kept_pairs(
     Args:
         indices: int[T, K], of tokens by row of the batch.
         weights: [T, K]; an expert keeps those that weigh most, of equal ones the first. None: the first.
-        rows: of the batch.
+        rows: of the batch, or any number of equal parts of it where `tensor_ranks` is 1.
         data_ranks: that share out rows.
         tensor_ranks: that share out the sequence of each row, the last of them fewer where it does not divide.
         factor: multiple of the rows that each expert of a source would have if all had as many.
