@@ -30,10 +30,10 @@ def divide_norms(graph: fx.Graph, batch: str) -> None:
             continue
         counting, shape = Counting(graph, node, batch), tensor_type(operands(node)[0]).shape
         if any(counting.varies(size) for dim, size in enumerate(shape) if dim != 1):
-            _replace(node, _Norm(counting).values())
+            _replace_norm(node, _Norm(counting).values())
 
 
-def _replace(node: fx.Node, values: Mapping[int, fx.Node]) -> None:
+def _replace_norm(node: fx.Node, values: Mapping[int, fx.Node]) -> None:
     for user in list(node.users):
         assert user.target is operator.getitem, "a norm gives three values"
         value, name = values[int(user.args[1])], user.name  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import dual_layout, r_to_p, r_to_s
 from fxpar.ops.global_size import size as size_of_whole
 from fxpar.ops.zeros import zeros
-from fxpar.passes.localize import localize_node
+from fxpar.passes.local_sizes import localize_node
 from fxpar.program.grad_flow import carried_by
 from fxpar.program.program import (
     Note,

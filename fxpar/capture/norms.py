@@ -51,8 +51,8 @@ def write_norms(graph: fx.Graph) -> None:
 
 
 def _value(node: Any) -> Tensor:
-    value: Tensor = node.meta["val"]
-    return value
+    tensor: Tensor = node.meta["val"]
+    return tensor
 
 
 class _ElementCounts:

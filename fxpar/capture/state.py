@@ -19,9 +19,9 @@ from fxpar.errors import CaptureError
 
 # Exact types: a class derived from one of them may not be emptied and filled without consequences.
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
-_CONTAINERS = (*_MAPPINGS, list, set, deque)
-_KEPT = frozenset({*_CONTAINERS, tuple})
-_PLAIN = (bool, int, float, complex, str)
+_ASSIGNED_CONTAINERS = (*_MAPPINGS, list, set, deque)
+_KEPT = frozenset({*_ASSIGNED_CONTAINERS, tuple})
+_PLAIN_NUMBERS = (bool, int, float, complex, str)
 _MISSING = object()
 
 
@@ -102,12 +102,12 @@ class State:
                 if before.get(name, _MISSING) is new:
                     continue
                 old = _old(module, before, name)
-                if _is_changed(old, new, _PLAIN) or (id(old) in read and _is_changed(old, new, (Tensor,))):
+                if _is_changed(old, new, _PLAIN_NUMBERS) or (id(old) in read and _is_changed(old, new, (Tensor,))):
                     _refuse("changes this attribute", f"{path}.{name}", prefix)
         for key, (value, before) in self._kept.items():
             # A tensor in a dict may be a cache that is filled anew.
             for entry in before if type(value) in _MAPPINGS else ():
-                if _is_changed(before[entry], value.get(entry, _MISSING), _PLAIN):
+                if _is_changed(before[entry], value.get(entry, _MISSING), _PLAIN_NUMBERS):
                     _refuse("changes this entry", f"{self._names[key]}[{entry!r}]", prefix)
 
 
@@ -138,7 +138,7 @@ def check_assignment(root: nn.Module, module: nn.Module, name: str, new: Any, pr
     for kind, store in (("buffer", module._buffers), ("parameter", module._parameters)):
         if store.get(name) is not None and store[name] is not new:
             _refuse(f"changes this {kind}", where, prefix)
-    if _is_changed(_old(module, vars(module), name), new, (*_PLAIN, Tensor)):
+    if _is_changed(_old(module, vars(module), name), new, (*_PLAIN_NUMBERS, Tensor)):
         _refuse("changes this attribute", where, prefix)
 
 
@@ -146,7 +146,7 @@ def _is_changed(old: Any, new: Any, kinds: tuple[type, ...]) -> bool:
     if new is old or not isinstance(old, kinds):
         return False
     # A symbolic size is not compared: that would make it a constant.
-    return not (isinstance(old, _PLAIN) and type(new) in _PLAIN and bool(new == old))
+    return not (isinstance(old, _PLAIN_NUMBERS) and type(new) in _PLAIN_NUMBERS and bool(new == old))
 
 
 def _refuse(what: str, name: str, prefix: str) -> NoReturn:

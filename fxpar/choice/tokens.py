@@ -25,9 +25,8 @@ from fxpar.choice.shard_propagation import PropagationStep, Trail, Weights, adva
 from fxpar.layout.layout import Placement, shard
 from fxpar.program.parameter_flow import weights_of
 from fxpar.program.program import Program, describe, operands, output_types, tensor_type
-from fxpar.rules.table import rule_of
-from fxpar.signatures.op_call import call_of
-from fxpar.signatures.rule import Labelling, Refusal
+from fxpar.rules import Refusal, call_of, rule_of
+from fxpar.signatures.rule import Labelling
 
 # Of each value the cuts over tokens that are known, one tuple of outputs for each dimension of an input.
 Rows = Mapping[fx.Node, list[tuple[Placement | None, ...]]]

@@ -123,7 +123,7 @@ def short(group: tuple[int, ...]) -> str:
 # ---------------------------------------------------------------------- SVG
 
 _CELL, _HEIGHT, _LINE, _MARGIN = 40, 26, 17, 28
-_PER_ROW, _ROWS, _LEGEND, _WIDE = 16, 24, 16, 1500
+_CELLS_PER_ROW, _CELL_ROWS, _LEGEND, _WIDE = 16, 24, 16, 1500
 _FONT = "font-family='ui-sans-serif, system-ui, Helvetica, Arial, sans-serif'"
 
 
@@ -132,8 +132,8 @@ def svg(mesh: Mesh, names: Iterable[str], title: str) -> str:
 
     Large worlds are cut after 24 rows, and the picture says so.
     """
-    inside, all_rows = rows(mesh.dense, _PER_ROW)
-    shown = all_rows[:_ROWS]
+    inside, all_rows = rows(mesh.dense, _CELLS_PER_ROW)
+    shown = all_rows[:_CELL_ROWS]
     left = max(7 * max(len(row.label) for row in shown) + 12, 12)
     width = max(left + _CELL * max(len(row.ranks) for row in shown), 360)
     all_panels = panels(mesh, names)
@@ -146,7 +146,7 @@ def svg(mesh: Mesh, names: Iterable[str], title: str) -> str:
     for start in range(0, len(all_panels), across):
         heights = []
         for place, panel in enumerate(all_panels[start : start + across]):
-            x, lines = _MARGIN + place * (width + _MARGIN), list(_panel(panel, shown, inside, left))
+            x, lines = _MARGIN + place * (width + _MARGIN), list(_svg_panel(panel, shown, inside, left))
             height = _HEIGHT * len(shown) + _LINE * (len(_legend(panel)) + 4)
             body += [f"<g transform='translate({x} {bottom})'>", *lines, "</g>"]
             heights.append(height)
@@ -166,7 +166,7 @@ def svg(mesh: Mesh, names: Iterable[str], title: str) -> str:
     )
 
 
-def _panel(panel: Panel, shown: list[Row], inside: list[str], left: int) -> Iterator[str]:
+def _svg_panel(panel: Panel, shown: list[Row], inside: list[str], left: int) -> Iterator[str]:
     """Title, the axis along the rows, the cells, the legend."""
     yield f"<text y='0' font-size='14' font-weight='600'>{escape(panel.title)}</text>"
     if inside:

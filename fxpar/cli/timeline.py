@@ -27,7 +27,7 @@ _COLOURS = {
     Phase.BACKWARD_WEIGHT: ("#fde2c0", "#f3b266"),
 }
 # What a terminal shows of a large schedule: ranks, and runs of time below each other.
-_ROWS, _BLOCKS = 16, 6
+_LANES, _BLOCKS = 16, 6
 
 
 def colour(proof: VerifiedSchedule, action: Action) -> str:
@@ -61,7 +61,7 @@ def grid(proof: VerifiedSchedule, width: int) -> list[Text]:
     """Runs of time, in each a line for every rank, of at most `width` characters if that is room for one cell."""
     unit, label, cell, columns = _layout(proof, width)
     length = min(_units(proof.timeline.end, unit), _BLOCKS * columns)
-    rows = [_row(proof, rank, unit, cell, length) for rank in range(min(proof.schedule.pp, _ROWS))]
+    rows = [_row(proof, rank, unit, cell, length) for rank in range(min(proof.schedule.pp, _LANES))]
     lines = []
     for start in range(0, length, columns):
         stop = min(start + columns, length)
@@ -80,13 +80,13 @@ def left_out(proof: VerifiedSchedule, width: int) -> list[str]:
     """What `grid` does not show of a large schedule."""
     unit, _, _, columns = _layout(proof, width)
     shown, ranks = _BLOCKS * columns * unit, proof.schedule.pp
-    notes = [f"ranks {_ROWS}-{ranks - 1}"] if ranks > _ROWS else []
+    notes = [f"ranks {_LANES}-{ranks - 1}"] if ranks > _LANES else []
     return [*notes, f"time {shown}-{proof.timeline.end}"] if shown < proof.timeline.end else notes
 
 
 def _layout(proof: VerifiedSchedule, width: int) -> tuple[int, int, int, int]:
     """The unit of time, the width of labels and of cells, and how many of these stand on a line."""
-    label = len(f"rank {min(proof.schedule.pp, _ROWS) - 1}") + 1
+    label = len(f"rank {min(proof.schedule.pp, _LANES) - 1}") + 1
     cell = max(len(str(actions[-1])) for actions in proof.schedule.ranks) + 1
     cell = max(cell, len(f"{proof.schedule.stages - 1}F{proof.schedule.microbatches - 1}") + 1)
     return _unit(proof), label, cell, max((width - label) // cell, 1)

@@ -48,7 +48,7 @@ def _flattened(pieces: Sequence[Piece]) -> tuple[Piece, ...] | None:
     times: Size = 1
     if len(pieces) == 1 and pieces[0].segments:
         times, pieces = pieces[0].outer, pieces[0].segments
-    runs = _runs(pieces)
+    runs = _unsegmented_runs(pieces)
     if not runs:
         return None
     lengths = (n for n in range(1, len(runs) + 1) if len(runs) % n == 0)
@@ -62,7 +62,7 @@ def _flattened(pieces: Sequence[Piece]) -> tuple[Piece, ...] | None:
 _MOST_RUNS = 2**16
 
 
-def _runs(pieces: Sequence[Piece]) -> list[Piece] | None:
+def _unsegmented_runs(pieces: Sequence[Piece]) -> list[Piece] | None:
     """The pieces run by run, without segments; those of a symbolic number of runs as they are.
 
     None of a symbolic number of segmented ones, and of more than any rank could take apart.
@@ -76,7 +76,7 @@ def _runs(pieces: Sequence[Piece]) -> list[Piece] | None:
                 return None
             runs.append(piece)
         else:
-            run = _runs(piece.segments) if piece.segments else [replace(piece, outer=1)]
+            run = _unsegmented_runs(piece.segments) if piece.segments else [replace(piece, outer=1)]
             if run is None:
                 return None
             runs += run * piece.outer

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxpar.oracle.backward import sample as fixed
+from fxpar.oracle.backward import undifferentiated
 from fxpar.oracle.ranks import sample
 from fxpar.oracle.samples import Draw, Samples, words
 
@@ -27,17 +27,17 @@ def elements(d: Draw) -> dict[str, Samples]:
     x, row, column = d.x(a, b), d.x(b), d.x(a, 1)
     samples = {name: [sample(x)] for name in _ELEMENTS}
     samples |= {name: [sample(x, row), sample(x, column)] for name in _PAIRS}
-    samples |= {name: [fixed(d.normal(a, b))] for name in ("isneginf", "isposinf", "signbit")}
+    samples |= {name: [undifferentiated(d.normal(a, b))] for name in ("isneginf", "isposinf", "signbit")}
     return samples | {
         "polygamma": [sample(1, x)],
         "copysign.Scalar": [sample(x, -1.0)],
-        "heaviside": [fixed(d.normal(a, b), row)],
-        "nextafter": [fixed(x, row)],
+        "heaviside": [undifferentiated(d.normal(a, b), row)],
+        "nextafter": [undifferentiated(x, row)],
         "special_xlog1py": [sample(x, row)],
-        "special_zeta": [fixed(1 + x, 1 + row)],
+        "special_zeta": [undifferentiated(1 + x, 1 + row)],
         "ldexp.Tensor": [sample(x, d.i(3, b)), sample(x, d.i(3, a, 1))],
-        "bucketize.Tensor": [fixed(x, torch.linspace(0, 1, 4, dtype=torch.float64))],
-        "isin.Tensor_Tensor": [fixed(d.i(4, a, b), torch.tensor([0, 2]))],
+        "bucketize.Tensor": [undifferentiated(x, torch.linspace(0, 1, 4, dtype=torch.float64))],
+        "isin.Tensor_Tensor": [undifferentiated(d.i(4, a, b), torch.tensor([0, 2]))],
     }
 
 
@@ -48,12 +48,12 @@ def reduced(d: Draw) -> dict[str, Samples]:
     samples = {f"{name}.dim": [sample(x, -1, True), sample(y, 0)] for name in ("median", "nanmedian")}
     samples |= {f"{name}.default": [sample(y)] for name in ("median", "nanmedian")}
     return samples | {
-        "mode": [fixed(d.i(3, a, b).double())],
+        "mode": [undifferentiated(d.i(3, a, b).double())],
         "kthvalue": [sample(x, 2), sample(y, 1, 0, True)],
         "std_mean.correction": [sample(x, [-1], keepdim=True), sample(y, [0], correction=0)],
         "nansum": [sample(x, [-1], True), sample(y)],
-        "count_nonzero.dim_IntList": [fixed(d.i(2, a, b, c).double(), [1])],
-        "count_nonzero": [fixed(d.i(2, a, b).double())],
+        "count_nonzero.dim_IntList": [undifferentiated(d.i(2, a, b, c).double(), [1])],
+        "count_nonzero": [undifferentiated(d.i(2, a, b).double())],
     }
 
 
@@ -64,16 +64,20 @@ def scans(d: Draw) -> dict[str, Samples]:
     samples = {name: [sample(x, 1), sample(y, -1)] for name in ("cummax", "cummin")}
     sorted_rows, one = y.sort(-1).values, d.normal(b).sort().values
     return samples | {
-        "argsort": [fixed(y, 1), fixed(y, 0, True)],
-        "argsort.stable": [fixed(y, stable=True, dim=1)],
+        "argsort": [undifferentiated(y, 1), undifferentiated(y, 0, True)],
+        "argsort.stable": [undifferentiated(y, stable=True, dim=1)],
         "sort.stable": [sample(x, stable=True, dim=-1)],
         "rot90": [sample(x, 1, [1, 2]), sample(x, 2, [0, 1])],
         "renorm": [sample(y, 2, 0, 1.0), sample(y, 2, 1, 0.5)],
         "glu": [sample(even, -1)],
-        "glu_backward": [fixed(d.normal(a, b, 3), even, -1)],
+        "glu_backward": [undifferentiated(d.normal(a, b, 3), even, -1)],
         "unfold": [sample(even, 2, 3, 1), sample(even, 2, 2, 2)],
         "repeat_interleave.self_int": [sample(x, 3, 1), sample(y, 2), sample(y, 2, 0)],
-        "searchsorted.Tensor": [fixed(sorted_rows, d.normal(a, c)), fixed(one, y), fixed(sorted_rows, y)],
+        "searchsorted.Tensor": [
+            undifferentiated(sorted_rows, d.normal(a, c)),
+            undifferentiated(one, y),
+            undifferentiated(sorted_rows, y),
+        ],
     }
 
 
@@ -85,11 +89,13 @@ def pooled(d: Draw) -> dict[str, Samples]:
         "avg_pool2d": [sample(image, [2, 3]), sample(image, [3, 3], [1, 1], [1, 1], True, False)],
         "avg_pool3d": [sample(solid, [2, 1, 2])],
         "_adaptive_avg_pool3d": [sample(solid, [2, 1, 2])],
-        "avg_pool2d_backward": [fixed(d.normal(a, b, 2, 2), image, [2, 3], [2, 3], [0, 0], False, True, None)],
-        "avg_pool3d_backward": [
-            fixed(d.normal(a, b, 2, 2, 2), solid, [2, 1, 2], [2, 1, 2], [0, 0, 0], False, True, None)
+        "avg_pool2d_backward": [
+            undifferentiated(d.normal(a, b, 2, 2), image, [2, 3], [2, 3], [0, 0], False, True, None)
         ],
-        "_adaptive_avg_pool3d_backward": [fixed(d.normal(a, b, 2, 1, 2), solid)],
+        "avg_pool3d_backward": [
+            undifferentiated(d.normal(a, b, 2, 2, 2), solid, [2, 1, 2], [2, 1, 2], [0, 0, 0], False, True, None)
+        ],
+        "_adaptive_avg_pool3d_backward": [undifferentiated(d.normal(a, b, 2, 1, 2), solid)],
     }
     for name, x, size in (("2d", image, [2, 3]), ("3d", solid, [2, 1, 2])):
         forward = getattr(aten, f"max_pool{name}_with_indices").default
@@ -97,10 +103,10 @@ def pooled(d: Draw) -> dict[str, Samples]:
         dims = len(size)
         options = (size, size, [0] * dims, [1] * dims, False)
         samples[f"max_pool{name}_with_indices"] = [sample(x, size)]
-        samples[f"max_pool{name}_with_indices_backward"] = [fixed(d.normal(*out.shape), x, *options, places)]
+        samples[f"max_pool{name}_with_indices_backward"] = [undifferentiated(d.normal(*out.shape), x, *options, places)]
         out, places = getattr(aten, f"adaptive_max_pool{name}").default(x, size)
         samples[f"adaptive_max_pool{name}"] = [sample(x, size)]
-        samples[f"adaptive_max_pool{name}_backward"] = [fixed(d.normal(*out.shape), x, places)]
+        samples[f"adaptive_max_pool{name}_backward"] = [undifferentiated(d.normal(*out.shape), x, places)]
     resampled: list[tuple[str, Tensor, tuple[bool, ...]]] = [
         *((f"{name}1d", line, ()) for name in ("upsample_nearest", "_upsample_nearest_exact")),
         *((f"{name}2d", image, ()) for name in ("upsample_nearest", "_upsample_nearest_exact")),
@@ -114,7 +120,7 @@ def pooled(d: Draw) -> dict[str, Samples]:
         size = [3, 5, 7][: x.dim() - 2]
         samples[name] = [sample(x, size, *flags)]
         samples[f"{name}.vec"] = [sample(x, None, *flags, [1.5, 2.0, 2.5][: x.dim() - 2])]
-        samples[f"{name}_backward"] = [fixed(d.normal(a, b, *size), size, list(x.shape), *flags)]
+        samples[f"{name}_backward"] = [undifferentiated(d.normal(a, b, *size), size, list(x.shape), *flags)]
     return samples
 
 
@@ -127,8 +133,8 @@ def sampled(d: Draw) -> dict[str, Samples]:
     return {
         "grid_sampler_2d": [sample(image, grid, 0, 0, False)],
         "grid_sampler_3d": [sample(solid, far, 0, 1, True)],
-        "grid_sampler_2d_backward": [fixed(d.normal(n, c, 2, 3), image, grid, 0, 0, False, [True, True])],
-        "grid_sampler_3d_backward": [fixed(d.normal(n, c, 2, 1, 2), solid, far, 0, 1, True, [True, True])],
+        "grid_sampler_2d_backward": [undifferentiated(d.normal(n, c, 2, 3), image, grid, 0, 0, False, [True, True])],
+        "grid_sampler_3d_backward": [undifferentiated(d.normal(n, c, 2, 1, 2), solid, far, 0, 1, True, [True, True])],
         "im2col": [sample(image, *windows)],
         "col2im": [sample(d.normal(n, 4 * c, 6), [4, 3], *windows)],
         "instance_norm": [
@@ -160,7 +166,7 @@ def algebra(d: Draw) -> dict[str, Samples]:
         "linalg_cross": [sample(d.normal(a, 3, b), d.normal(a, 3, b), dim=1), sample(d.normal(a, 3), d.normal(1, 3))],
         "_cdist_forward": [sample(p, q, 2.0, None), sample(p, d.normal(c, k), 1.0, None)],
         "_euclidean_dist": [sample(p, q)],
-        "_cdist_backward": [fixed(d.normal(a, b, c), p, q, 2.0, torch.cdist(p, q))],
+        "_cdist_backward": [undifferentiated(d.normal(a, b, c), p, q, 2.0, torch.cdist(p, q))],
         "_unsafe_index.Tensor": [sample(right[0], [None, d.i(k, c)]), sample(right[0], [d.i(b, c, 1), d.i(k, b)])],
         "scatter_reduce.two": [
             sample(d.normal(a, 3), 1, d.i(3, a, b), d.normal(a, b), how) for how in ("sum", "mean", "amax")

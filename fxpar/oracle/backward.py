@@ -20,7 +20,7 @@ from fxpar.oracle.samples import Draw, Samples
 _IDENTITY = 17
 
 
-def sample(*args: Any, **kwargs: Any) -> Sample:
+def undifferentiated(*args: Any, **kwargs: Any) -> Sample:
     """A call of which nothing is differentiated."""
     count = len(tensors_of([*args, *kwargs.values()]))
     return differentiated(*args, fixed=tuple(range(count)), **kwargs)
@@ -31,35 +31,35 @@ def element_wise(d: Draw) -> dict[str, Samples]:
     a, b, c = d.sizes(3)
     g, x = d.normal(a, b, c), d.normal(a, b, c)
     samples = {
-        f"{name}_backward": [sample(g, x)]
+        f"{name}_backward": [undifferentiated(g, x)]
         for name in ("gelu", "silu", "sigmoid", "tanh", "hardsigmoid", "hardswish", "mish")
     }
     numbers: dict[str, tuple[Any, ...]] = {
         **{"threshold": (0.3,), "hardtanh": (-1, 1), "leaky_relu": (0.2, False), "softplus": (2, 20)},
         **{"softshrink": (0.4,), "hardshrink": (0.4,)},
     }
-    samples |= {f"{name}_backward": [sample(g, x, *rest)] for name, rest in numbers.items()}
+    samples |= {f"{name}_backward": [undifferentiated(g, x, *rest)] for name, rest in numbers.items()}
     two, chances, row = (d.normal(a, b), d.normal(a, b)), (d.x(a, b), d.x(a, b)), d.x(b)
     for name, rest in (("mse", ()), ("smooth_l1", (1.0,)), ("huber", (1.0,)), ("soft_margin", ())):
         upstream = (d.normal(a, b), d.normal(), d.normal())
-        samples[f"{name}_loss_backward"] = [sample(upstream[how], *two, how, *rest) for how in (0, 1, 2)]
+        samples[f"{name}_loss_backward"] = [undifferentiated(upstream[how], *two, how, *rest) for how in (0, 1, 2)]
     samples["binary_cross_entropy_backward"] = [
-        *(sample(upstream[how], *chances, None, how) for how in (0, 1, 2)),
-        sample(upstream[0], *chances, row, 0),
+        *(undifferentiated(upstream[how], *chances, None, how) for how in (0, 1, 2)),
+        undifferentiated(upstream[0], *chances, row, 0),
     ]
     mask, channel = d.mask(a, b), d.x(1, b, 1)
     softmax = torch.softmax(x, 1)
     return samples | {
-        "elu_backward": [sample(g, 1.0, 1.0, 1.0, False, x)],
-        "logit_backward": [sample(g, d.x(a, b, c))],
-        "log_sigmoid_forward": [sample(x)],
-        "log_sigmoid_backward": [sample(g, x, (-x.abs()).exp())],
-        "native_dropout_backward": [sample(two[0], mask, 2.0)],
-        "_prelu_kernel": [sample(x, channel)],
-        "_prelu_kernel_backward": [sample(g, x, channel)],
-        "_softmax_backward_data": [sample(g, softmax, 1, torch.float64)],
-        "_log_softmax_backward_data": [sample(g, softmax.log(), -2, torch.float64)],
-        "cumprod": [sample(x, 1)],
+        "elu_backward": [undifferentiated(g, 1.0, 1.0, 1.0, False, x)],
+        "logit_backward": [undifferentiated(g, d.x(a, b, c))],
+        "log_sigmoid_forward": [undifferentiated(x)],
+        "log_sigmoid_backward": [undifferentiated(g, x, (-x.abs()).exp())],
+        "native_dropout_backward": [undifferentiated(two[0], mask, 2.0)],
+        "_prelu_kernel": [undifferentiated(x, channel)],
+        "_prelu_kernel_backward": [undifferentiated(g, x, channel)],
+        "_softmax_backward_data": [undifferentiated(g, softmax, 1, torch.float64)],
+        "_log_softmax_backward_data": [undifferentiated(g, softmax.log(), -2, torch.float64)],
+        "cumprod": [undifferentiated(x, 1)],
     }
 
 
@@ -69,33 +69,33 @@ def losses_and_norms(d: Draw) -> dict[str, Samples]:
     scores, image, weight = d.normal(n, c), d.normal(n, c, s, 2), d.x(c)
     target, of_image = d.i(c, n), d.i(c, n, s, 2)
     samples: dict[str, Samples] = {
-        name: [sample(x, t, None if how else weight, how, -100) for how in (0, 1, 2)]
+        name: [undifferentiated(x, t, None if how else weight, how, -100) for how in (0, 1, 2)]
         for name, x, t in (("nll_loss_forward", scores, target), ("nll_loss2d_forward", image, of_image))
     }
     for name, x, t in (("nll_loss_backward", scores, target), ("nll_loss2d_backward", image, of_image)):
         total = d.x()
         upstream = d.normal(*t.shape)
         samples[name] = [
-            sample(d.normal() if how else upstream, x, t, None if how else weight, how, -100, total)
+            undifferentiated(d.normal() if how else upstream, x, t, None if how else weight, how, -100, total)
             for how in (0, 1, 2)
         ]
     x, g = d.normal(n, 2, c), d.normal(n, 2, c)
     mean, rstd = x.mean(-1, keepdim=True), x.std(-1, keepdim=True).reciprocal()
     samples["native_layer_norm_backward"] = [
-        sample(g, x, [c], mean, rstd, weight, d.x(c), [True, True, True]),
-        sample(g, x, [c], mean, rstd, weight, None, [True, True, False]),
-        sample(g, x, [c], mean, rstd, None, None, [True, False, False]),
+        undifferentiated(g, x, [c], mean, rstd, weight, d.x(c), [True, True, True]),
+        undifferentiated(g, x, [c], mean, rstd, weight, None, [True, True, False]),
+        undifferentiated(g, x, [c], mean, rstd, None, None, [True, False, False]),
     ]
     x, g = d.normal(n, c, 2), d.normal(n, c, 2)
     mean, rstd = x.mean((0, 2)), x.std((0, 2), correction=0).reciprocal()
     samples["native_batch_norm_backward"] = [
-        sample(g, x, d.x(c), None, None, mean, rstd, True, 1e-5, [True, True, True]),
-        sample(g, x, None, None, None, mean, rstd, True, 1e-5, [True, False, False]),
+        undifferentiated(g, x, d.x(c), None, None, mean, rstd, True, 1e-5, [True, True, True]),
+        undifferentiated(g, x, None, None, None, mean, rstd, True, 1e-5, [True, False, False]),
     ]
     words = d.i(5, n, s)
     samples["embedding_dense_backward"] = [
-        sample(d.normal(n, s, c), words, 5, 2, False),
-        sample(d.normal(n, s, c), words, 5, -1, True),
+        undifferentiated(d.normal(n, s, c), words, 5, 2, False),
+        undifferentiated(d.normal(n, s, c), words, 5, -1, True),
     ]
     return samples
 
@@ -106,26 +106,26 @@ def places(d: Draw) -> dict[str, Samples]:
     x, index = d.x(a, b), d.i(a, c, b)
     once = torch.stack([torch.randperm(a, generator=torch.Generator().manual_seed(i))[: min(a, c)] for i in range(b)])
     into = [
-        sample(x, [d.i(a, c)], d.x(c, b), True),
-        sample(x, [None, d.i(b, c)], d.x(a, c), True),
-        sample(x, [d.i(a, c, 2), d.i(b, 2)], d.x(c, 2), True),
+        undifferentiated(x, [d.i(a, c)], d.x(c, b), True),
+        undifferentiated(x, [None, d.i(b, c)], d.x(a, c), True),
+        undifferentiated(x, [d.i(a, c, 2), d.i(b, 2)], d.x(c, 2), True),
     ]
     image, grown = d.x(a, b, 4, 6), d.x(a, b, 6, 9)
     pads = {}
     for name in ("reflection", "replication"):
-        pads[f"{name}_pad1d_backward"] = [sample(d.x(a, b, 5), d.x(a, b, 3), [1, 1])]
-        pads[f"{name}_pad2d_backward"] = [sample(grown, image, [1, 2, 1, 1])]
-        pads[f"{name}_pad3d_backward"] = [sample(d.x(a, b, 4, 3, 4), d.x(a, b, 2, 2, 2), [1, 1, 1, 0, 1, 1])]
+        pads[f"{name}_pad1d_backward"] = [undifferentiated(d.x(a, b, 5), d.x(a, b, 3), [1, 1])]
+        pads[f"{name}_pad2d_backward"] = [undifferentiated(grown, image, [1, 2, 1, 1])]
+        pads[f"{name}_pad3d_backward"] = [undifferentiated(d.x(a, b, 4, 3, 4), d.x(a, b, 2, 2, 2), [1, 1, 1, 0, 1, 1])]
     return pads | {
-        "scatter.src": [sample(x, 0, once.t().contiguous(), d.x(min(a, c), b))],
-        "scatter.value": [sample(x, 0, once.t().contiguous(), 0.5)],
-        "scatter_add": [sample(x, 0, index, d.x(c, b)), sample(x, 1, d.i(b, a, c), d.x(a, c))],
-        "index_add": [sample(x, 0, d.i(a, c), d.x(c, b)), sample(x, 1, d.i(b, c), d.x(a, c))],
+        "scatter.src": [undifferentiated(x, 0, once.t().contiguous(), d.x(min(a, c), b))],
+        "scatter.value": [undifferentiated(x, 0, once.t().contiguous(), 0.5)],
+        "scatter_add": [undifferentiated(x, 0, index, d.x(c, b)), undifferentiated(x, 1, d.i(b, a, c), d.x(a, c))],
+        "index_add": [undifferentiated(x, 0, d.i(a, c), d.x(c, b)), undifferentiated(x, 1, d.i(b, c), d.x(a, c))],
         "index_put": into,
         "_unsafe_index_put": into,
-        "diagonal": [sample(d.x(a, b, a), 0, 0, 2), sample(x, 1)],
-        "diag_embed": [sample(x), sample(d.x(a, b, c), 0, 0, 2)],
-        "_adaptive_avg_pool2d_backward": [sample(d.x(a, b, 2, 3), image)],
+        "diagonal": [undifferentiated(d.x(a, b, a), 0, 0, 2), undifferentiated(x, 1)],
+        "diag_embed": [undifferentiated(x), undifferentiated(d.x(a, b, c), 0, 0, 2)],
+        "_adaptive_avg_pool2d_backward": [undifferentiated(d.x(a, b, 2, 3), image)],
     }
 
 
@@ -140,19 +140,19 @@ def convolutions(d: Draw) -> dict[str, Samples]:
     k = 2
     return {
         "convolution": [
-            sample(x, kernel, None, *options),
-            sample(x, kernel, d.x(o), *options),
-            sample(x, d.x(c, 1, 3), None, *groups),
-            sample(x, d.x(c, o, 3), None, *across),
+            undifferentiated(x, kernel, None, *options),
+            undifferentiated(x, kernel, d.x(o), *options),
+            undifferentiated(x, d.x(c, 1, 3), None, *groups),
+            undifferentiated(x, d.x(c, o, 3), None, *across),
         ],
         "convolution_backward": [
-            *(sample(g, x, kernel, None, *options, mask) for mask in masks),
-            *(sample(d.x(n, c, 7), x, d.x(c, 1, 3), None, *groups, mask) for mask in masks),
-            *(sample(d.x(n, o, 7), x, d.x(c, o, 3), None, *across, mask) for mask in masks),
+            *(undifferentiated(g, x, kernel, None, *options, mask) for mask in masks),
+            *(undifferentiated(d.x(n, c, 7), x, d.x(c, 1, 3), None, *groups, mask) for mask in masks),
+            *(undifferentiated(d.x(n, o, 7), x, d.x(c, o, 3), None, *across, mask) for mask in masks),
         ],
         "_trilinear": [
-            sample(d.x(n, c), d.x(o, c, k), d.x(n, k), [1, 3], [0], [1, 2], [2, 3]),
-            sample(d.x(n, o), d.x(n, c), d.x(n, k), [2, 3], [1, 3], [1, 2], [0]),
+            undifferentiated(d.x(n, c), d.x(o, c, k), d.x(n, k), [1, 3], [0], [1, 2], [2, 3]),
+            undifferentiated(d.x(n, o), d.x(n, c), d.x(n, k), [2, 3], [1, 3], [1, 2], [0]),
         ],
     }
 
@@ -220,9 +220,9 @@ def attention(d: Draw) -> dict[str, Samples]:
     ]
     forward, backward = list[Sample](), list[Sample]()
     for values, added, options, of_mask in calls:
-        forward.append(sample(*values, added, *options))
+        forward.append(undifferentiated(*values, added, *options))
         query, key, value = values
         out, log_sum = attention_forward(query, key, value, added, *options)
         all_options = options if len(options) > 5 else (*options, ())
-        backward.append(sample(*values, d.normal(*out.shape), out, log_sum, added, *all_options, of_mask))
+        backward.append(undifferentiated(*values, d.normal(*out.shape), out, log_sum, added, *all_options, of_mask))
     return {"fxpar.attention_forward": forward, "fxpar.attention_backward": backward}

@@ -59,17 +59,17 @@ class OtherOrder(TorchDispatchMode):
             return func(first, self._moved(args[1], 2), *args[2:], **kwargs)
         if not _may_sum(func):
             return func(*args, **kwargs)
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if _is_inexact(t)]
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if _is_inexact_tensor(t)]
         terms = max((max(t.shape, default=1) for t in tensors if t.numel()), default=1)
         moved_args, moved_kwargs = pytree.tree_map(lambda value: self._moved(value, terms), (args, kwargs))
         result = func(*moved_args, **moved_kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             return result
-        moved = [t for t in pytree.tree_leaves((moved_args, moved_kwargs)) if _is_inexact(t)]
+        moved = [t for t in pytree.tree_leaves((moved_args, moved_kwargs)) if _is_inexact_tensor(t)]
         return func(*args, **kwargs) if _is_moved(result, moved) else result
 
     def _moved(self, value: Any, terms: int) -> Any:
-        if not _is_inexact(value) or not value.numel() or not value.dtype.is_floating_point:
+        if not _is_inexact_tensor(value) or not value.numel() or not value.dtype.is_floating_point:
             return value
         if bool((value == value.round()).all()):
             return value
@@ -80,7 +80,7 @@ class OtherOrder(TorchDispatchMode):
         return torch.where(other.isfinite(), other, value)
 
 
-def _is_inexact(value: Any) -> bool:
+def _is_inexact_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
@@ -94,7 +94,7 @@ def _may_sum(func: Any) -> bool:
 
 def _is_moved(result: Any, operands: list[Tensor]) -> bool:
     """Returns whether a result consists of elements of the operands and of zeros, or of no floating numbers."""
-    outputs = [t.flatten() for t in pytree.tree_leaves(result) if _is_inexact(t)]
+    outputs = [t.flatten() for t in pytree.tree_leaves(result) if _is_inexact_tensor(t)]
     if not outputs or not operands:
         return True
     dtype = outputs[0].dtype
