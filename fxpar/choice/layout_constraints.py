@@ -19,8 +19,7 @@ from fxpar.ops.rank_dim import Demand, Held, expand_over, sum_over
 from fxpar.ops.shard_over import demanded, shard_over
 from fxpar.program.placements import axes_of
 from fxpar.program.program import Program, operands
-from fxpar.signatures.op_call import call_of
-from fxpar.signatures.rule import Refusal
+from fxpar.rules import Refusal, call_of
 
 aten = torch.ops.aten
 _HELD: Mapping[Any, Demand] = {**rank_dim.HELD, **selective_dispatch.HELD}
