@@ -169,8 +169,8 @@ def composite(d: Draw) -> dict[str, Samples]:
             sample(q[:1], k, v, None, state, 0.4, False, None, False),
             sample(d.normal(s, e), k, v, None, state, 0.4, False, None, False, index),
         ],
-        "fxpar.zeros": [backward.sample(x)],
-        "fxpar.transfer": [backward.sample(x)],
-        "fxpar.item": [backward.sample(d.normal()), backward.sample(d.normal(1, 1))],
+        "fxpar.zeros": [backward.undifferentiated(x)],
+        "fxpar.transfer": [backward.undifferentiated(x)],
+        "fxpar.item": [backward.undifferentiated(d.normal()), backward.sample(d.normal(1, 1))],
         "fxpar.function": [sample(x, d.x(h, s), path=f"{Gate.__module__}.{Gate.__name__}")],
     }
