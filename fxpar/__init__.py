@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from fxpar.api import prefetch as prefetch
     from fxpar.api import shard_batch as shard_batch
     from fxpar.errors import FxparError as FxparError
+    from fxpar.ir.program import Program as Program
     from fxpar.manager import PassManager as PassManager
     from fxpar.manager import register_pass as register_pass
     from fxpar.plan.cost import Cost as Cost
-    from fxpar.plan.graphs import CudaGraphs as CudaGraphs
+    from fxpar.plan.option_groups import CudaGraphs as CudaGraphs
     from fxpar.plan.plan import Plan as Plan
-    from fxpar.program.program import Program as Program
     from fxpar.rules import register_rule as register_rule
     from fxpar.runtime.module import ParallelModule as ParallelModule
     from fxpar.state.checkpoint import Checkpoint as Checkpoint
@@ -29,12 +29,12 @@ __version__ = "0.1.0"
 _WHERE = {
     "Checkpoint": "fxpar.state.checkpoint",
     "Cost": "fxpar.plan.cost",
-    "CudaGraphs": "fxpar.plan.graphs",
+    "CudaGraphs": "fxpar.plan.option_groups",
     "FxparError": "fxpar.errors",
     "ParallelModule": "fxpar.runtime.module",
     "PassManager": "fxpar.manager",
     "Plan": "fxpar.plan.plan",
-    "Program": "fxpar.program.program",
+    "Program": "fxpar.ir.program",
     "materialize": "fxpar.state.initial",
     "parallelize": "fxpar.api",
     "prefetch": "fxpar.api",

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxpar.capture import check_model, check_samples
+from fxpar.capture.capture import check_model, check_samples
 from fxpar.compile import check_arguments
 from fxpar.errors import InputError, shown
 from fxpar.manager import Pass

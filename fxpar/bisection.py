@@ -13,15 +13,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxpar.capture import check_samples
-from fxpar.capture.precision import in_precision
+from fxpar.capture.capture import check_samples
+from fxpar.capture.prepared_model import in_precision
 from fxpar.compile import capture_differentiable, check_arguments, compile_program
 from fxpar.errors import FxparError
+from fxpar.ir.program import Program, Property
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program
-from fxpar.program.properties import Property
 from fxpar.verification import need_memory
 from fxpar.verify.simulate_ranks import SimulationResult, check_world
 from fxpar.verify.static import verify_static

@@ -15,21 +15,21 @@ import sympy
 import torch
 from torch import nn
 
-from fxpar.capture import Captured, capture
+from fxpar.capture.capture import Captured, capture
 from fxpar.errors import FxparError, InputError, shown
+from fxpar.ir.program import PassRecord, Program
+from fxpar.ir.step import batch_symbol
 from fxpar.manager import Pass, PassManager, Verifier
-from fxpar.mesh.purpose import Cuts, axis_that
+from fxpar.mesh.axes import Cuts, axis_that
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.passes.canonicalize import canonicalize
+from fxpar.passes.differentiate import is_differentiable, sizes_needed
 from fxpar.passes.mark_regions import mark_regions
 from fxpar.passes.outline_layers import outline_layers
-from fxpar.passes.sizes_needed import is_differentiable, sizes_needed
 from fxpar.passes.training_passes import step_passes
 from fxpar.plan.plan import Plan
-from fxpar.program.batch_dim import batch_symbol
-from fxpar.program.program import PassRecord, Program
 from fxpar.verify.static import STATIC
 
 

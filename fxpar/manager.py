@@ -9,19 +9,34 @@ whose property currently holds. It stops at the first failure: a program that a 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fxpar.errors import CheckFailed, FxparError, InputError, PassError, shown
+from fxpar.ir.program import PassRecord, Program, Property, describe
+from fxpar.ir.regions import inlined
 from fxpar.ops.dataflow import Expressions
-from fxpar.program.gc_pause import without_collections
-from fxpar.program.program import PassRecord, Program, describe
-from fxpar.program.properties import Property
-from fxpar.program.regions import inlined
 from fxpar.signatures.check_cache import Facts, Sighting, facts_of, has_same_operations, sightings
 from fxpar.text.printing import print_program
+
+# Python's cyclic garbage collector, at rest while a graph grows.
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """The collector is off inside; afterwards as before."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
 
 PassFunction = Callable[[Program], Program]
 _Nodes = dict[str, Sighting]

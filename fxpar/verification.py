@@ -15,14 +15,14 @@ from torch import nn
 
 from fxpar.analysis.flops import uncounted
 from fxpar.analysis.parallel_fraction import split_flops
-from fxpar.capture import check_samples
-from fxpar.capture.precision import in_precision
+from fxpar.capture.capture import check_samples
+from fxpar.capture.prepared_model import in_precision
 from fxpar.compile import check_arguments, compile_model
 from fxpar.errors import CheckFailed, InputError
+from fxpar.ir.program import Program
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program
 from fxpar.verify.simulate_ranks import check_world
 from fxpar.verify.static import verify_static
 from fxpar.verify.values import ValueReport, call_inputs, check_capture, program_state, verify_values

@@ -9,16 +9,14 @@ from functools import partial
 
 from torch import fx
 
-from fxpar.choice.choose import Choice
-from fxpar.choice.layout_explanation import reason_of
-from fxpar.choice.multi_axis import place
-from fxpar.choice.options import Option, value_of
 from fxpar.errors import PassError
+from fxpar.ir.program import Program, Property, operands, output_types, update
 from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.nesting import spelled
 from fxpar.manager import Pass, register_pass
-from fxpar.program.program import Program, operands, output_types, update
-from fxpar.program.properties import Property
+from fxpar.sharding.choose import Choice, place
+from fxpar.sharding.layout_explanation import reason_of
+from fxpar.sharding.options import Option, value_of
 
 
 @register_pass("annotate", requires={Property.CANONICAL}, provides={Property.LAYOUTS})
@@ -40,9 +38,9 @@ def annotate(program: Program) -> Program:
     refuses plan lines that match nothing, contradict each other or ask for a cut that the model cannot carry.
 
     Algorithm: inputs are cut over their rows on the axes that share out the batch, and every operation follows. The
-    rest is solved on what one data rank has (`fxpar.choice.multi_axis`). Overrides become pins (a fused dimension is
+    rest is solved on what one data rank has (`fxpar.sharding.choose`). Overrides become pins (a fused dimension is
     cut in the way that nothing downstream tears). Every other parameter that an operation uses may be cut. Of all
-    choices of legal signatures that one is taken which costs the fewest seconds of a training step (`fxpar.choice`):
+    choices of legal signatures that one is taken which costs the fewest seconds of a training step (`fxpar.sharding`):
     collectives, forward and backward, matrix products and memory traffic, the optimizer's too. Shards of weights are
     never converted.
     """

@@ -2,31 +2,209 @@
 
 from __future__ import annotations
 
+import math
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
-from fxpar.layout.layout import Layout, R, V
-from fxpar.manager import register_pass
-from fxpar.ops.random import attention, axis_index, dropout, uniform, uniform_like
-from fxpar.passes.draws import DISTRIBUTIONS, RandomEmitter, refuse, without_gradient
-from fxpar.program.program import (
+from fxpar.errors import PassError
+from fxpar.ir.program import (
     Input,
     Note,
     Program,
+    Property,
     TensorType,
+    describe,
     note,
     operands,
     output_layouts,
     set_note,
     tensor_type,
 )
-from fxpar.program.properties import Property
+from fxpar.layout.layout import I, Layout, R, V
+from fxpar.manager import register_pass
+from fxpar.ops.random import attention, axis_index, dropout, uniform, uniform_like
 from fxpar.rules import bind_arguments
 
+# Random operators in terms of uniform numbers: what `assign_rng` writes in place of each.
+
 aten = torch.ops.aten
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def refuse(node: fx.Node) -> NoReturn:
+    """Refuses a random operator that cannot be had from uniform numbers."""
+    raise PassError(
+        f"{node.target} draws random numbers that no rule can split",
+        where=describe(node),
+        remedy="use dropout, uniform, normal or exponential numbers, or draw outside the model and pass them in",
+    )
+
+
+def without_gradient(layout: Layout) -> Layout:
+    """How a value that carries no gradient is written."""
+    return Layout.of({axis: R if placement == I else placement for axis, placement in layout})
+
+
+class RandomEmitter:
+    """Operations in front of a random node, with its place and layout.
+
+    Args:
+        node: the random node.
+        uniform: makes uniform numbers of a type, in front of the node.
+    """
+
+    def __init__(self, node: fx.Node, uniform: Callable[[TensorType], fx.Node]) -> None:
+        self.node, self.given, self.drawn = node, bind_arguments(node), uniform
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the result."""
+        return tensor_type(self.node).dtype
+
+    def uniform(self, dtype: torch.dtype | None = None) -> fx.Node:
+        """Uniform numbers in (0, 1); by default in the result's type, of half precision in float32."""
+        float_dtype = self.dtype if self.dtype.is_floating_point else torch.float32
+        kind = dtype or (torch.float32 if float_dtype in _NARROW else float_dtype)
+        return self.drawn(TensorType(kind, tensor_type(self.node).shape))
+
+    def call(
+        self, target: Any, x: fx.Node, *args: Any, dtype: torch.dtype | None = None, flows: bool = False
+    ) -> fx.Node:
+        """An element-wise operation on `x` and what has its layout; `flows` where a gradient goes through it."""
+        with self.node.graph.inserting_before(self.node):
+            new = self.node.graph.call_function(target, (x, *args))
+        kind = replace(tensor_type(x), dtype=dtype or tensor_type(x).dtype)
+        layout = output_layouts(self.node)[0] if flows else without_gradient(output_layouts(self.node)[0])
+        return set_note(new, replace(note(self.node), type=kind, layout=layout, random=0))
+
+    def scaled(self, x: fx.Node, factor: Any, offset: Any) -> fx.Node:
+        """`x * factor + offset`."""
+        if factor != 1:
+            x = self.call(aten.mul.Tensor, x, factor)
+        return self.call(aten.add.Tensor, x, offset) if isinstance(offset, fx.Node) or offset else x
+
+    def normal(self, mean: Any = 0.0, std: Any = 1.0) -> fx.Node:
+        """Normal numbers: the inverse of their distribution function at uniform ones."""
+        centred = self.scaled(self.uniform(), 2.0, -1.0)
+        standard = self.call(aten.mul.Tensor, self.call(aten.erfinv.default, centred), math.sqrt(2.0))
+        return self.scaled(standard, std, mean)
+
+    def exponential(self) -> fx.Node:
+        """Numbers of mean 1, none of them 0."""
+        return self.call(aten.neg.default, self.call(aten.log.default, self.uniform()))
+
+    def below(self, p: Any) -> fx.Node:
+        """True with probability p, a number or a tensor."""
+        target = aten.lt.Tensor if isinstance(p, fx.Node) else aten.lt.Scalar
+        return self.call(target, self.uniform(torch.float32), p, dtype=torch.bool)
+
+    def detached(self, x: Any) -> Any:
+        """An operand that gets no gradient."""
+        if not isinstance(x, fx.Node):
+            return x
+        with self.node.graph.inserting_before(self.node):
+            new = self.node.graph.call_function(aten.detach.default, (x,))
+        return set_note(new, replace(note(x), layout=without_gradient(output_layouts(x)[0]), random=0))
+
+    def cast(self, x: fx.Node) -> fx.Node:
+        """`x` in the result's type."""
+        if tensor_type(x).dtype == self.dtype:
+            return x
+        new = self.call(aten._to_copy.default, x, dtype=self.dtype)
+        new.kwargs = {"dtype": self.dtype}
+        return new
+
+
+def _uniform(draw: RandomEmitter) -> fx.Node:
+    low, high = draw.given["from"], draw.given["to"]
+    return draw.scaled(draw.uniform(), high - low, low)
+
+
+def _bernoulli(draw: RandomEmitter) -> fx.Node:
+    return draw.below(draw.given.get("p", draw.given["self"]))
+
+
+def _normal(draw: RandomEmitter) -> fx.Node:
+    return draw.normal(*(draw.detached(draw.given[name]) for name in ("mean", "std")))
+
+
+def _integers(draw: RandomEmitter) -> fx.Node:
+    low, high = draw.given.get("low", 0), draw.given["high"]
+    if not isinstance(low, int) or not isinstance(high, int) or high - low > 2**32:
+        refuse(draw.node)
+    scaled = draw.call(aten.mul.Tensor, draw.uniform(torch.float64), float(high - low))
+    return draw.scaled(draw.call(aten.floor.default, scaled), 1, float(low))
+
+
+def _geometric(draw: RandomEmitter) -> fx.Node:
+    p = draw.given["p"]
+    if not 0 < p < 1:
+        refuse(draw.node)
+    tries = draw.call(aten.mul.Tensor, draw.call(aten.log.default, draw.uniform()), 1 / math.log1p(-p))
+    return draw.call(aten.clamp_min.default, draw.call(aten.ceil.default, tries), 1.0)
+
+
+def _cauchy(draw: RandomEmitter) -> fx.Node:
+    angle = draw.call(aten.mul.Tensor, draw.scaled(draw.uniform(), 1, -0.5), math.pi)
+    return draw.scaled(draw.call(aten.tan.default, angle), draw.given["sigma"], draw.given["median"])
+
+
+def _leaky(draw: RandomEmitter) -> fx.Node:
+    """The slopes of negative values are drawn."""
+    x, low, high = (draw.given[name] for name in ("self", "lower", "upper"))
+    slope = draw.cast(draw.scaled(draw.uniform(), high - low, low))
+    positive = draw.call(aten.ge.Scalar, x, 0, dtype=torch.bool)
+    leaked = draw.call(aten.mul.Tensor, x, slope, flows=True)
+    return draw.call(aten.where.self, positive, x, leaked, dtype=draw.dtype, flows=True)
+
+
+def _choice(draw: RandomEmitter) -> fx.Node:
+    """Without replacement: the first of exponential waiting times, whose rates are the weights."""
+    weights, count = draw.detached(draw.given["self"]), draw.given["num_samples"]
+    if draw.given["replacement"] and count != 1:
+        refuse(draw.node)
+    kind, chosen = tensor_type(weights), tensor_type(draw.node)
+    dtype = torch.float32 if kind.dtype in _NARROW else kind.dtype
+    uniform = draw.drawn(TensorType(dtype, kind.shape))
+    waiting = draw.call(aten.neg.default, draw.call(aten.log.default, uniform))
+    rates = draw.call(aten.div.Tensor, weights, waiting, dtype=dtype)
+    with draw.node.graph.inserting_before(draw.node):
+        top = draw.node.graph.call_function(aten.topk.default, (rates, count))
+        first = draw.node.graph.call_function(operator.getitem, (top, 1))
+    noted, layout = note(draw.node), output_layouts(draw.node)[0]
+    set_note(top, replace(noted, type=(TensorType(dtype, chosen.shape), chosen), layout=(layout, layout), random=0))
+    return set_note(first, replace(noted, random=0))
+
+
+def _permutation(draw: RandomEmitter) -> fx.Node:
+    return draw.call(aten.argsort.default, draw.uniform(torch.float64), dtype=torch.int64)
+
+
+Distribution = Callable[[RandomEmitter], fx.Node]
+DISTRIBUTIONS: Mapping[Any, Distribution] = {
+    **dict.fromkeys((aten.rand.default, aten.rand_like.default), lambda draw: draw.uniform(draw.dtype)),
+    **dict.fromkeys((aten.randn.default, aten.randn_like.default), lambda draw: draw.normal()),
+    aten.uniform.default: _uniform,
+    **dict.fromkeys((aten.bernoulli.default, aten.bernoulli.p, aten.bernoulli.Tensor), _bernoulli),
+    **dict.fromkeys((aten.normal_functional.default, aten.normal.float_float), _normal),
+    **dict.fromkeys((aten.normal.Tensor_float, aten.normal.Tensor_Tensor, aten.normal.float_Tensor), _normal),
+    **dict.fromkeys((aten.randint.default, aten.randint.low), _integers),
+    **dict.fromkeys((aten.randint_like.default, aten.randint_like.low_dtype), _integers),
+    aten.randperm.default: _permutation,
+    aten.multinomial.default: _choice,
+    aten.exponential.default: lambda draw: draw.scaled(draw.exponential(), 1 / draw.given["lambd"], 0),
+    aten.log_normal.default: lambda draw: draw.call(aten.exp.default, _normal(draw)),
+    aten.geometric.default: _geometric,
+    aten.cauchy.default: _cauchy,
+    aten.rrelu.default: _leaky,
+}
+
+
 RNG_PATH = "fxpar.rng"
 
 
@@ -48,7 +226,7 @@ def assign_rng(program: Program) -> Program:
     own elements; on the others it gets none and all ranks draw the same (SPEC section 2.4), which drops the same
     elements of each summand of a partial value. The masks are therefore those of the single device, in distribution
     equal to PyTorch's and never the same bits. Uniform, normal and other numbers become `fxpar.uniform`, or
-    `fxpar.uniform_like` a value that may be a shard, and what follows from them (`fxpar.passes.draws`). Random
+    `fxpar.uniform_like` a value that may be a shard, and what follows from them (`fxpar.passes.assign_rng`). Random
     operators that cannot be had so are refused. Draws that nothing uses go.
     """
     state = _State(program)

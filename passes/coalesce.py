@@ -9,12 +9,11 @@ from graphlib import CycleError, TopologicalSorter
 import torch
 from torch import fx
 
+from fxpar.ir.grad_flow import owner_of, summed
+from fxpar.ir.program import Note, Program, Property, note, operands, set_note, tensor_type
 from fxpar.layout.symbolic_sizes import product
 from fxpar.manager import register_pass
 from fxpar.ops.coercions import copy_to, copy_to_shared, sum_gradients
-from fxpar.program.parameter_flow import owner_of, summed
-from fxpar.program.program import Note, Program, note, operands, set_note, tensor_type
-from fxpar.program.properties import Property
 
 # Bytes of gradients that one reduction sums at most: large enough for bandwidth, small enough to start early.
 BUCKET = 64 * 2**20

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
 
 from fxpar.errors import PassError
-from fxpar.manager import Pass, register_pass
-from fxpar.ops import Operator
-from fxpar.ops.attention import saving as saving_attention
-from fxpar.ops.coercions import dual_layout, of_parameter
-from fxpar.ops.operator import Reverse
-from fxpar.ops.random import attention
-from fxpar.passes.derive import Derivatives, Derived, items_of
-from fxpar.passes.emit import BackwardEmitter
-from fxpar.passes.global_calls import whole_call_of
-from fxpar.passes.prune import prune
-from fxpar.passes.repeat import DerivativeCache
-from fxpar.program.copying import copy_node, take_name
-from fxpar.program.grad_flow import carried
-from fxpar.program.mixed import MAIN, is_copy
-from fxpar.program.parameter_flow import weights_of
-from fxpar.program.program import (
+from fxpar.ir.grad_flow import carried, reached, weights_of
+from fxpar.ir.program import (
     Input,
     Note,
     Program,
+    Property,
     TensorType,
+    copy_node,
     describe,
     module_of,
     note,
@@ -39,18 +28,30 @@ from fxpar.program.program import (
     output_node,
     output_types,
     set_note,
+    take_name,
 )
-from fxpar.program.properties import Property
-from fxpar.program.step import (
+from fxpar.ir.step import (
     BACKWARD,
+    MAIN,
     PARAMETER,
     gradient_name,
     input_gradient_name,
+    is_copy,
     is_forward,
     is_gradient,
     output_of,
     tangent_path,
 )
+from fxpar.manager import Pass, register_pass
+from fxpar.ops import Operator
+from fxpar.ops.attention import saving as saving_attention
+from fxpar.ops.coercions import dual_layout, of_parameter
+from fxpar.ops.operator import Reverse
+from fxpar.ops.random import attention
+from fxpar.passes.prune import prune
+from fxpar.rewrite.derive import Derivatives, Derived, Needs, items_of
+from fxpar.rewrite.emit import BackwardEmitter, whole_call_of
+from fxpar.rewrite.forms import DerivativeCache
 
 aten = torch.ops.aten
 
@@ -326,3 +327,51 @@ class _Backward:
 
 def _is_float(node: fx.Node) -> bool:
     return all(kind.is_float for kind in output_types(node))
+
+
+# What the sizes of a program must satisfy so that PyTorch differentiates it, before a step is made of it.
+
+
+def sizes_needed(program: Program) -> Needs:
+    """What the sizes must satisfy, with what they satisfy by the program's conditions.
+
+    Numbers are those of the first operation that needs some: of what is captured with them more may be needed.
+    """
+    conditions = program.conditions
+    derivatives = Derivatives(program.all_symbols, conditions)
+    for call in _calls(program):
+        needs = derivatives.needs(*call)
+        if needs.numbers:
+            return Needs(conditions, needs.numbers)
+        if needs.conditions:
+            conditions = (*conditions, *needs.conditions)
+            derivatives = Derivatives(program.all_symbols, conditions)
+    return Needs(conditions)
+
+
+def is_differentiable(program: Program) -> bool:
+    """Whether PyTorch differentiates a program for all sizes that its conditions admit."""
+    derivatives = Derivatives(program.all_symbols, program.conditions)
+    return all(derivatives.has(*call) for call in _calls(program))
+
+
+def _calls(program: Program) -> Iterator[tuple[fx.Node, Any, Any, list[bool], list[bool]]]:
+    """What `differentiate` asks PyTorch for, as `Derivatives.of` takes it."""
+    flags = carried(program)
+    needed = reached(program, flags)
+    for node in program.graph.nodes:
+        if node not in needed or not _is_traced(node):
+            continue
+        args, kwargs = whole_call_of(program, node)
+        inputs = [any(flags[read]) and all(kind.is_float for kind in output_types(read)) for read in operands(node)]
+        items = items_of(node) if isinstance(note(node).type, tuple) else {0: node}
+        yield node, args, kwargs, inputs, [i in items and items[i] in needed for i in range(len(output_types(node)))]
+
+
+def _is_traced(node: fx.Node) -> bool:
+    """Whether its derivative is that of PyTorch, as `differentiate` decides it."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    if isinstance(node.target, Operator) and (node.target.derivative is not None or node.target.saving is not None):
+        return False
+    return node.target not in SAVING and (isinstance(node.target, torch._ops.OpOverload) or "path" in node.kwargs)

@@ -9,18 +9,17 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
+from fxpar.ir.program import Program, Property, describe, note, operands, output_node
+from fxpar.ir.step import dropped_name, excess_name, load_name
+from fxpar.ir.symbols import Counted
 from fxpar.manager import register_pass
-from fxpar.mesh.purpose import Cuts
+from fxpar.mesh.axes import Cuts
 from fxpar.passes.exact_rows import ExactRows
 from fxpar.passes.gathered_rows import GatheredRows, can_gather, gathers
 from fxpar.passes.limited_rows import count_dropped, limit_rows
 from fxpar.passes.padded_rows import PaddedRows
 from fxpar.passes.routed_rows import Routed, routed
 from fxpar.passes.static_rows import StaticRows
-from fxpar.program.expert_load_outputs import dropped_name, excess_name, load_name
-from fxpar.program.program import Program, describe, note, operands, output_node
-from fxpar.program.properties import Property
-from fxpar.program.symbols import Counted
 
 
 @register_pass(

@@ -6,19 +6,16 @@ from dataclasses import replace
 
 import torch
 
+from fxpar.ir.program import Program, Property, operands, tensor_type
+from fxpar.ir.step import batch_symbol
 from fxpar.layout.symbolic_sizes import names
 from fxpar.manager import register_pass
-from fxpar.mesh.purpose import Cuts, axis_that
+from fxpar.mesh.axes import Cuts, axis_that
 from fxpar.ops.global_size import size
-from fxpar.passes.batch_norms import divide_norms
-from fxpar.passes.counts import Counting, count_numbers, scalar
 from fxpar.passes.divide_sequence import divide as divide_sizes
-from fxpar.passes.means import MEANS
-from fxpar.passes.own_rows import keep_rows
-from fxpar.passes.reduction import add_count, check_added, leading_to
-from fxpar.program.batch_dim import batch_symbol
-from fxpar.program.program import Program, operands, tensor_type
-from fxpar.program.properties import Property
+from fxpar.rewrite.loss_reduction import add_count, check_added, leading_to
+from fxpar.rewrite.means import MEANS, Counting, count_numbers, scalar
+from fxpar.rewrite.rank_rows import divide_norms, keep_rows
 from fxpar.rules import bind_arguments
 
 aten = torch.ops.aten

@@ -9,12 +9,11 @@ import sympy
 import torch
 
 from fxpar.errors import PlanError
-from fxpar.layout.symbolic_sizes import Size, simplify, symbol
-from fxpar.manager import register_pass
-from fxpar.program.program import (
+from fxpar.ir.program import (
     Input,
     Parameter,
     Program,
+    Property,
     ScalarType,
     TensorType,
     ValueType,
@@ -23,8 +22,9 @@ from fxpar.program.program import (
     output_types,
     update,
 )
-from fxpar.program.properties import Property
-from fxpar.program.symbols import in_groups_of
+from fxpar.ir.symbols import in_groups_of
+from fxpar.layout.symbolic_sizes import Size, simplify, symbol
+from fxpar.manager import register_pass
 from fxpar.rules import bind_arguments
 
 aten = torch.ops.aten

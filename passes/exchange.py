@@ -12,11 +12,9 @@ from torch import fx
 from fxpar.analysis.buffer_reuse import Handshakes, copyable, handshakes, is_shot, is_sum
 from fxpar.analysis.exposed import travels
 from fxpar.exchange.symmetric_buffer import BUFFERS
+from fxpar.ir.program import Program, Property, copy_node, note, update
+from fxpar.ir.regions import Region, inlined, region_of
 from fxpar.manager import Pass, register_pass
-from fxpar.program.copying import copy_node
-from fxpar.program.program import Program, note, update
-from fxpar.program.properties import Property
-from fxpar.program.regions import Region, inlined, region_of
 
 
 @register_pass("exchange", requires={Property.STEP}, preserves="dataflow")

@@ -11,10 +11,9 @@ from torch import fx
 
 from fxpar.elements import TRUE, Element, Numbers, Predicate, broadcast, elements, index
 from fxpar.errors import PassError
+from fxpar.ir.program import Note, Program, Property, ScalarType, TensorType, note, set_note, tensor_type
 from fxpar.layout.symbolic_sizes import Size, simplify
 from fxpar.manager import register_pass
-from fxpar.program.program import Note, Program, ScalarType, TensorType, note, set_note, tensor_type
-from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments
 
 aten = torch.ops.aten

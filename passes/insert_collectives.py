@@ -5,14 +5,12 @@ from __future__ import annotations
 from torch import fx
 
 from fxpar.errors import PassError
-from fxpar.layout.layout import I, Layout
-from fxpar.manager import register_pass
-from fxpar.program.buffer_outputs import is_buffer
-from fxpar.program.grad_flow import carried
-from fxpar.program.placements import canonical_placement
-from fxpar.program.program import (
+from fxpar.ir.grad_flow import carried
+from fxpar.ir.operators import canonical_placement
+from fxpar.ir.program import (
     Note,
     Program,
+    Property,
     note,
     operands,
     output_layouts,
@@ -21,7 +19,9 @@ from fxpar.program.program import (
     update,
     with_operands,
 )
-from fxpar.program.properties import Property
+from fxpar.ir.step import is_buffer
+from fxpar.layout.layout import I, Layout
+from fxpar.manager import register_pass
 from fxpar.rules.conversion import Conversion, conversions
 
 # The conversions that are there: of a value, to a layout.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from fxpar.ir.program import Program, Property
 from fxpar.manager import register_pass
-from fxpar.passes.local_sizes import localize_node
-from fxpar.program.program import Program
-from fxpar.program.properties import Property
+from fxpar.rewrite.local_sizes import localize_node
 
 
 @register_pass(

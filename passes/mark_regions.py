@@ -9,11 +9,10 @@ from torch import fx
 from fxpar.analysis.capturable import why_not_capturable
 from fxpar.analysis.module_scopes import scopes
 from fxpar.errors import InputError, PassError
+from fxpar.ir.program import Program, Property, ScalarType, note, operands, output_types, update
+from fxpar.ir.regions import regions
 from fxpar.layout.symbolic_sizes import names
 from fxpar.manager import register_pass
-from fxpar.program.program import Program, ScalarType, note, operands, output_types, update
-from fxpar.program.properties import Property
-from fxpar.program.regions import regions
 
 
 @register_pass("mark_regions", requires={Property.CANONICAL}, preserves="dataflow")

@@ -12,23 +12,23 @@ from torch import fx
 
 from fxpar.analysis.periods import behind_rows, parts
 from fxpar.analysis.row_runs import row_runs
-from fxpar.manager import register_pass
-from fxpar.program.copying import copy_node
-from fxpar.program.program import (
+from fxpar.ir.grad_flow import plain
+from fxpar.ir.program import (
     Note,
     Program,
+    Property,
     ScalarType,
     TensorType,
+    copy_node,
     module_of,
     note,
     output_layouts,
     output_node,
     set_note,
 )
-from fxpar.program.properties import Property
-from fxpar.program.regions import BETWEEN_MODULES, Region, call_region
-from fxpar.program.step import BACKWARD, PHASES, RECOMPUTE, WEIGHT
-from fxpar.program.structural_key import plain
+from fxpar.ir.regions import BETWEEN_MODULES, Region, call_region
+from fxpar.ir.step import BACKWARD, PHASES, RECOMPUTE, WEIGHT
+from fxpar.manager import register_pass
 
 _LEAST = 24  # operations of a part; fewer are not worth a call
 

@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fxpar.analysis.estimates import Estimates, estimates
+from fxpar.ir.program import Program, Property, ScalarType, copy_node, note
+from fxpar.ir.regions import Region, inlined, region_of
 from fxpar.manager import register_pass
-from fxpar.program.copying import copy_node
-from fxpar.program.program import Program, ScalarType, note
-from fxpar.program.properties import Property
-from fxpar.program.regions import Region, inlined, region_of
 
 # Seconds of postponed work that may wait for a collective: what it reads stays in memory for so long.
 _BACKLOG = 2e-3

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.ir.program import TensorType, tensor_type
 from fxpar.layout.symbolic_sizes import Size, simplify
 from fxpar.passes.static_rows import StaticRows
-from fxpar.program.program import TensorType, tensor_type
 
 aten, fxp = torch.ops.aten, torch.ops.fxpar
 

@@ -8,20 +8,17 @@ from dataclasses import replace
 from torch import fx
 
 from fxpar.analysis.stage_cut_points import Divisible, divisible
-from fxpar.choice.cuts import stage_ends
-from fxpar.choice.stage_boundaries import choose_stages, cuts_as_held
 from fxpar.errors import PassError, PlanError
+from fxpar.ir.program import Note, Program, Property, TensorType, copy_node, describe, note, set_note, update
+from fxpar.ir.stages import is_one_stage, stage_of
+from fxpar.ir.step import buffer_name, is_buffer
 from fxpar.manager import Pass, register_pass
 from fxpar.ops.coercions import sum_gradients
 from fxpar.ops.transfers import transfer
 from fxpar.passes.prune import shrink
 from fxpar.passes.recompute import mark_layers
-from fxpar.passes.reduction import COUNT
-from fxpar.program.buffer_outputs import buffer_name, is_buffer
-from fxpar.program.copying import copy_node
-from fxpar.program.program import Note, Program, TensorType, describe, note, set_note, update
-from fxpar.program.properties import Property
-from fxpar.program.stages import is_one_stage, stage_of
+from fxpar.pipeline.compiler.partition import choose_stages, cuts_as_held, stage_ends
+from fxpar.rewrite.loss_reduction import COUNT
 
 
 def _has_stages(program: Program) -> bool:
@@ -51,8 +48,8 @@ def partition_stages(program: Program) -> Program:
     Algorithm: cheap values of inputs (positions, masks, rotary tables) and values of parameters alone are computed by
     each stage that reads them, and never sent; a parameter is held by each stage that reads it, so tied ones are by
     several. Of the other operations, places are candidates where no less crosses another one near. Over the candidates
-    the cut is exact (`fxpar.choice.cuts`): the longest stage is as short as it can be, then what a stage holds and
-    keeps as little, then what crosses. `Plan.stages` says where some or all stages begin.
+    the cut is exact (`fxpar.pipeline.compiler.partition`): the longest stage is as short as it can be, then what a
+    stage holds and keeps as little, then what crosses. `Plan.stages` says where some or all stages begin.
 
     Values stay equal. Refuses more stages than there are places, and a plan's place that is none.
     """

@@ -6,10 +6,9 @@ import operator
 
 from torch import fx
 
+from fxpar.ir.program import Program, Property, note, output_layouts, output_types, update
 from fxpar.manager import register_pass
 from fxpar.ops.coercions import all_reduce_coalesced
-from fxpar.program.program import Program, note, output_layouts, output_types, update
-from fxpar.program.properties import Property
 
 
 @register_pass("prune", requires={Property.STEP}, preserves="dataflow")

@@ -9,13 +9,12 @@ from torch import fx
 from fxpar.analysis.layers import layers
 from fxpar.analysis.storages import storages
 from fxpar.errors import PlanError
+from fxpar.ir.grad_flow import weights_of
+from fxpar.ir.program import Program, Property, note, update
+from fxpar.ir.step import BACKWARD, is_forward
 from fxpar.manager import register_pass
-from fxpar.passes.again import compute_again, is_repeatable
 from fxpar.passes.differentiate import forward_of
-from fxpar.program.parameter_flow import weights_of
-from fxpar.program.program import Program, note, update
-from fxpar.program.properties import Property
-from fxpar.program.step import BACKWARD, is_forward
+from fxpar.rewrite.emit import compute_again, is_repeatable
 
 
 @register_pass("recompute", requires={Property.STEP}, preserves="dataflow")

@@ -13,20 +13,19 @@ from fxpar.analysis.layers import layers
 from fxpar.analysis.ring import collective_seconds
 from fxpar.analysis.seconds import again_seconds
 from fxpar.analysis.storages import Storages, storages
-from fxpar.choice.activation_knapsack import Keeping
 from fxpar.errors import PlanError
+from fxpar.ir.grad_flow import weights_of
+from fxpar.ir.operators import computed_fraction
+from fxpar.ir.program import Program, Property, note, operands, output_layouts
+from fxpar.ir.step import BACKWARD, PARAMETER, is_forward
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.manager import register_pass
 from fxpar.ops import Operator
 from fxpar.ops.coercions import all_gather
-from fxpar.passes.again import compute_again, is_repeatable
 from fxpar.passes.differentiate import forward_of
-from fxpar.program.parameter_flow import weights_of
-from fxpar.program.placements import computed_fraction
-from fxpar.program.program import Program, note, operands, output_layouts
-from fxpar.program.properties import Property
-from fxpar.program.step import BACKWARD, PARAMETER, is_forward
+from fxpar.rewrite.emit import compute_again, is_repeatable
 from fxpar.rules import bind_arguments
+from fxpar.sharding.activation_knapsack import Keeping
 
 
 @register_pass("rematerialise", requires={Property.STEP}, preserves="dataflow")

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import PassError
-from fxpar.program.program import Program, describe, operands, output_types, tensor_type
+from fxpar.ir.program import Program, describe, operands, output_types, tensor_type
 from fxpar.rules import bind_arguments
 from fxpar.rules.table import rule_of
 from fxpar.signatures.pointwise import pointwise_labels

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import operator
 
+from fxpar.ir.program import Program, Property, note, output_node, update
+from fxpar.ir.step import BACKWARD, WEIGHT, is_input_gradient
 from fxpar.manager import register_pass
-from fxpar.program.program import Program, note, output_node, update
-from fxpar.program.properties import Property
-from fxpar.program.step import BACKWARD, WEIGHT, is_input_gradient
 
 
 @register_pass("split_backward", requires={Property.STEP}, preserves="dataflow")

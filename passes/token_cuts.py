@@ -20,18 +20,11 @@ import torch
 from torch import fx
 
 from fxpar.errors import PassError
+from fxpar.ir.program import Program, ScalarType, TensorType, note, set_note, tensor_type
+from fxpar.ir.step import batch_size
 from fxpar.layout.symbolic_sizes import Size, divide, product, simplify
-from fxpar.mesh.purpose import Cuts
+from fxpar.mesh.axes import Cuts
 from fxpar.ops.shard_over import shard_over
-from fxpar.program.batch_dim import batch_size
-from fxpar.program.program import (
-    Program,
-    ScalarType,
-    TensorType,
-    note,
-    set_note,
-    tensor_type,
-)
 
 aten = torch.ops.aten
 fxp = torch.ops.fxpar

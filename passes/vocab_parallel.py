@@ -9,11 +9,10 @@ from typing import Any
 from torch import fx
 
 from fxpar.errors import PassError
+from fxpar.ir.operators import inner_view
+from fxpar.ir.program import Program, Property, describe, operands, output_layouts, update
 from fxpar.manager import register_pass
 from fxpar.ops import COMPOSITE_OF
-from fxpar.program.placements import inner_view
-from fxpar.program.program import Program, describe, operands, output_layouts, update
-from fxpar.program.properties import Property
 from fxpar.rules import Refusal, bind_arguments, call_of, seed_signature
 from fxpar.rules.table import rule_of
 

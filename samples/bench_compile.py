@@ -30,11 +30,11 @@ from rich.table import Table
 
 import fxpar
 from fxpar.analysis.parallel_fraction import split_flops
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
+from fxpar.ir.program import PassRecord
 from fxpar.manager import Verifier
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.program.program import PassRecord
 from fxpar.text.printing import print_program
 from fxpar.verify.static import STATIC
 

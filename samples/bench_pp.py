@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 import fxpar
-from fxpar.schedule.builtin_schedules import build_schedule
-from fxpar.schedule.verified import verified
+from fxpar.pipeline.compiler.builtin_schedules import build_schedule
+from fxpar.pipeline.compiler.simulation import verified
 from samples.bench_tp import _TINY, MODELS, build, run_all, time_steps
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 
 import fxpar
-from fxpar.oracle.check import check_operation, sample
+from fxpar.ir.program import note, set_note
 from fxpar.passes import DEFAULT_PASSES, canonicalize
-from fxpar.program.program import note, set_note
+from fxpar.testing.check import check_operation, sample
 from fxpar.verification import verify
 
 aten = torch.ops.aten

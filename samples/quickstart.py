@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 import fxpar
 from fxpar.analysis.communication import collectives
-from fxpar.program.program import note
+from fxpar.ir.program import note
 
 BATCH, LENGTH, TOLERANCE = 8, 128, 1e-4
 

@@ -73,8 +73,7 @@ def judge(kind: str, plan: Plan) -> tuple[str, str]:
     """Verdict and reason for one architecture."""
     import torch
 
-    from fxpar.cli.hf import build
-    from fxpar.cli.models import SAMPLES
+    from fxpar.cli.models import SAMPLES, build
     from fxpar.errors import CheckFailed, FxparError, InputError
     from fxpar.verification import expect, verify
 
@@ -132,7 +131,7 @@ class _Job:
 def sweep(kinds: Sequence[str], plan: Plan, jobs: int, limit: float, memory: int) -> Iterator[Row]:
     """Judges the architectures, a few at a time; each in a process that ends after `limit` seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "fxpar.verification", "fxpar.cli.hf"])
+    context.set_forkserver_preload(["torch", "transformers", "fxpar.verification", "fxpar.cli.models"])
     waiting, running = list(reversed(kinds)), list[_Job]()
     while waiting or running:
         while waiting and len(running) < jobs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from fxpar.analysis.communication import collectives
-from fxpar.program.program import Program, note
+from fxpar.ir.program import Program, note
 
 
 def layer_of(fqn: str) -> str:

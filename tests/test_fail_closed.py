@@ -17,12 +17,12 @@ import transformers
 from torch import Tensor, nn
 
 import fxpar
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.errors import FxparError
+from fxpar.ir.program import Program
 from fxpar.manager import PassManager, register_pass
 from fxpar.passes import DEFAULT_PASSES, canonicalize, insert_collectives
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import verify

@@ -12,9 +12,9 @@ from fxpar.analysis.communication import symbol_sizes
 from fxpar.analysis.flops import matmul_flops
 from fxpar.analysis.parameter_memory import held_bytes, local_elements
 from fxpar.analysis.stage_cut_points import divisible
+from fxpar.ir.program import Program, note
+from fxpar.ir.stages import crossings, holders, is_transfer, stage_of
 from fxpar.layout.symbolic_sizes import evaluate
-from fxpar.program.program import Program, note
-from fxpar.program.stages import crossings, holders, is_transfer, stage_of
 
 
 @dataclass(frozen=True)

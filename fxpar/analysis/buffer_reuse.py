@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpar.analysis.communication import collectives
+from fxpar.ir.program import Program, note
+from fxpar.ir.step import PARAMETER
 from fxpar.ops.operator import Operator
-from fxpar.program.program import Program, note
-from fxpar.program.step import PARAMETER
 
 
 @dataclass(frozen=True)

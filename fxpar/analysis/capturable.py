@@ -19,11 +19,11 @@ import torch
 from torch import fx
 
 from fxpar.analysis.communication import symbol_sizes
+from fxpar.ir.program import Program, ScalarType, TensorType, note, output_layouts, output_types
+from fxpar.ir.step import PHASES
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate, product
 from fxpar.ops.operator import Operator
-from fxpar.program.program import Program, ScalarType, TensorType, note, output_layouts, output_types
-from fxpar.program.step import PHASES
 from fxpar.signatures.op_call import bind_arguments
 
 aten = torch.ops.aten

@@ -15,10 +15,10 @@ from math import prod
 import sympy
 import torch
 
+from fxpar.ir.program import Program, operands, output_types
+from fxpar.ir.symbols import balanced
 from fxpar.layout.symbolic_sizes import Size, names, product, simplify, symbol
 from fxpar.ops import alike
-from fxpar.program.program import Program, operands, output_types
-from fxpar.program.symbols import balanced
 
 Exponents = tuple[int, ...]
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default

@@ -13,17 +13,14 @@ from typing import Any
 
 from torch import fx
 
+from fxpar.ir.grad_flow import carried, reached, weights_of
+from fxpar.ir.operators import apart_view, axes_of, inner_view
+from fxpar.ir.program import Program, Property, TensorType, note, operands, output_layouts
+from fxpar.ir.step import RECOMPUTE, held_type
+from fxpar.ir.symbols import balanced, with_counted
 from fxpar.layout.layout import Placement
 from fxpar.layout.symbolic_sizes import Size, evaluate, simplify, symbol
 from fxpar.ops.operator import CollectiveSite, Operator
-from fxpar.program.grad_flow import carried, reached
-from fxpar.program.mixed import held_type
-from fxpar.program.parameter_flow import weights_of
-from fxpar.program.placements import apart_view, axes_of, inner_view
-from fxpar.program.program import Program, TensorType, note, operands, output_layouts
-from fxpar.program.properties import Property
-from fxpar.program.step import RECOMPUTE
-from fxpar.program.symbols import balanced, with_counted
 from fxpar.rules import call_of
 
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")

@@ -17,9 +17,9 @@ from fxpar.analysis.communication import Collective, collectives, symbol_sizes
 from fxpar.analysis.flops import matmul_flops
 from fxpar.analysis.parallel_fraction import computed_part
 from fxpar.analysis.ring import collective_seconds
+from fxpar.ir.program import Note, Program, note, output_layouts, tensor_type
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
-from fxpar.program.program import Note, Program, note, output_layouts, tensor_type
 
 # Products whose results are cut into tiles, and those of them whose leading dimension is a number of matrices.
 _BATCHED = ("aten.bmm.default", "aten.baddbmm.default")

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fxpar.analysis.buffer_reuse import copyable
+from fxpar.ir.program import Program, note
 from fxpar.ops.operator import Operator
-from fxpar.program.program import Program, note
 
 
 @dataclass(frozen=True)

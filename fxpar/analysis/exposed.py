@@ -19,7 +19,7 @@ from torch import fx
 
 from fxpar.analysis.communication import Collective
 from fxpar.analysis.estimates import Estimates, estimates
-from fxpar.program.program import Program, ScalarType, note
+from fxpar.ir.program import Program, ScalarType, note
 
 
 @dataclass(frozen=True)

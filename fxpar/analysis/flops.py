@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import fx
 
+from fxpar.ir.program import Program, TensorType
 from fxpar.layout.symbolic_sizes import Size, product, simplify
 from fxpar.ops import Operator, alike
-from fxpar.program.program import Program, TensorType
 from fxpar.rules.table import key_of, rule_of
 from fxpar.signatures.contraction import contracted_dims, einsum_steps
 from fxpar.signatures.op_call import OpCall, call_of

@@ -13,9 +13,9 @@ from torch import fx
 
 from fxpar.analysis.periods import parts
 from fxpar.analysis.storages import Storages
-from fxpar.program.parameter_flow import weights_of
-from fxpar.program.program import Program, TensorType, note, operands, output_types
-from fxpar.program.step import is_forward
+from fxpar.ir.grad_flow import weights_of
+from fxpar.ir.program import Program, TensorType, note, operands, output_types
+from fxpar.ir.step import is_forward
 
 _LEAST = 4  # operations of a layer: query, key and value of one attention are no layers
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
+from fxpar.ir.program import Program, ScalarType, note
 from fxpar.ops.attention import attention_forward
 from fxpar.ops.operator import alike
-from fxpar.program.program import Program, ScalarType, note
 
 aten = torch.ops.aten
 

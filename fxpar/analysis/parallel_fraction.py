@@ -12,10 +12,10 @@ from torch import fx
 
 from fxpar.analysis.communication import symbol_sizes
 from fxpar.analysis.flops import matmul_flops
+from fxpar.ir.operators import computed_fraction
+from fxpar.ir.program import Program, operands, output_layouts
 from fxpar.layout.symbolic_sizes import evaluate
-from fxpar.mesh.purpose import Cuts
-from fxpar.program.placements import computed_fraction
-from fxpar.program.program import Program, operands, output_layouts
+from fxpar.mesh.axes import Cuts
 
 
 def split_flops(program: Program, sizes: Mapping[str, int] | None = None) -> float:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 
+from fxpar.ir.program import Parameter, Program, output_layouts
+from fxpar.ir.step import held_type, is_copy
 from fxpar.layout.layout import Layout, Placement, share_of
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.shards import real_part
-from fxpar.program.mixed import held_type, is_copy
-from fxpar.program.program import Parameter, Program, output_layouts
 
 
 @dataclass(frozen=True)

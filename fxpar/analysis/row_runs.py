@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from fxpar.analysis.periods import Rows
+from fxpar.ir.program import ScalarType, note, output_types
 from fxpar.ops.coercions import copy_to, copy_to_shared, r_to_i
-from fxpar.program.program import ScalarType, note, output_types
 from fxpar.rules.table import rule_of
 from fxpar.signatures.pointwise import pointwise_labels
 

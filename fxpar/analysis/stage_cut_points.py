@@ -19,13 +19,13 @@ from fxpar.analysis.flops import matmul_flops
 from fxpar.analysis.parallel_fraction import computed_part
 from fxpar.analysis.seconds import access_seconds, product_seconds
 from fxpar.analysis.stored import materialised
+from fxpar.ir.grad_flow import summed, weights_of
+from fxpar.ir.program import Program, ScalarType, note, operands, output_layouts, output_types
 from fxpar.layout.layout import P
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops import Operator
 from fxpar.ops.coercions import sum_gradients
-from fxpar.program.parameter_flow import summed, weights_of
-from fxpar.program.program import Program, ScalarType, note, operands, output_layouts, output_types
 
 # A value of parameters alone is computed again where it has at most so many times their bytes.
 MOST_OF_PARAMETERS = 8

@@ -23,11 +23,11 @@ from torch._subclasses.fake_tensor import (
 
 from fxpar.analysis.communication import symbol_sizes
 from fxpar.errors import InputError
+from fxpar.ir.program import Program, output_layouts, tensor_type
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import lower
-from fxpar.program.program import Program, output_layouts, tensor_type
 
 _UNCOUNTABLE = (
     DataDependentOutputException,

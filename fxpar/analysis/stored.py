@@ -12,8 +12,8 @@ from collections.abc import Set
 import torch
 from torch import fx
 
+from fxpar.ir.program import Program, output_types
 from fxpar.ops import COMPOSITE_OF
-from fxpar.program.program import Program, output_types
 
 aten = torch.ops.aten
 

@@ -23,25 +23,16 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
-from fxpar.capture.data_dependent_loops import FINDS, FINDS_TOO
+from fxpar.capture.branches import FINDS, FINDS_TOO
 from fxpar.capture.notes import Notes
 from fxpar.capture.places import source_of
 from fxpar.capture.recording import refuse_foreign
 from fxpar.capture.trace import Trace
 from fxpar.errors import CaptureError, CheckFailed
+from fxpar.ir.program import Input, Note, Parameter, Program, TensorType, module_of, set_note, tensor_type
+from fxpar.ir.step import buffer_name, is_buffer
 from fxpar.ops.functions import function
 from fxpar.plan.plan import Plan
-from fxpar.program.buffer_outputs import buffer_name, is_buffer
-from fxpar.program.program import (
-    Input,
-    Note,
-    Parameter,
-    Program,
-    TensorType,
-    module_of,
-    set_note,
-    tensor_type,
-)
 
 
 @dataclass(frozen=True)

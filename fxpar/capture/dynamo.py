@@ -20,8 +20,8 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from fxpar.capture import patches
 from fxpar.capture.guards import bound_arguments
 from fxpar.capture.places import source_of
+from fxpar.capture.python_state import check_assignment
 from fxpar.capture.recording import RECOMPUTE_KEY
-from fxpar.capture.state import check_assignment
 from fxpar.errors import CaptureError
 
 _CHILD = re.compile(r"\._modules\['([^']+)'\]")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +23,183 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from fxpar.capture.expert_readings import Reading, readings
-from fxpar.capture.fake_weights import plain_surrounding, swapped
-from fxpar.capture.state import untouched
+from fxpar.capture.patches import grouped_products
+from fxpar.capture.prepared_model import plain_surrounding, swapped
+from fxpar.capture.python_state import untouched
 from fxpar.errors import PlanError, shown
+from fxpar.ops.combine import moe_combine
+from fxpar.ops.expert_layer import experts, swiglu
+from fxpar.ops.gates import halves, swiglu_rows
+from fxpar.ops.grouped import expand_by_expert, group_sizes, grouped_linear
+from fxpar.ops.permute import moe_permute, sort_by_expert
+
+# How the weights of a module of experts may be read.
+
+# The first matrices of an expert, and its second one; a gate before what it weighs.
+_NAMES = (
+    (("gate_up_proj",), "down_proj"),
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("w1", "w3"), "w2"),
+    (("up_proj",), "down_proj"),
+    (("w1",), "w2"),
+)
+_ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
+_GATE = "_apply_gate"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to read a module.
+
+    Attributes:
+        first: names of the first matrices, [E, n, h].
+        down: that of the second ones, [E, h, m].
+        transposed: whether they stand [E, h, n] and [E, m, h].
+        gated: whether a gate weighs what is made by the first matrices.
+        listed: path of the list of experts, each a module with linear layers of these names, "" for the module itself;
+            None where weights are stacked.
+        experts: E.
+        width: h.
+    """
+
+    first: tuple[str, ...]
+    down: str
+    transposed: bool
+    gated: bool
+    listed: str | None
+    experts: int
+    width: int
+
+    def compute(self, module: nn.Module, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """What the experts make of tokens, in operators on routed rows: [T, h], [T, K], [T, K] → [T, h]."""
+        biases = [self._whole(module, name, "bias") for name in (*self.first, self.down)]
+        first = [self._whole(module, name) for name in self.first]
+        return experts(
+            hidden,
+            indices,
+            weights,
+            [matrix for matrix in first if matrix is not None],
+            self._needed(module, self.down),
+            gate_up_bias=[bias for bias in biases[:-1] if bias is not None] or None,
+            down_bias=biases[-1],
+            activation=self._activation(module),
+            transposed=self.transposed,
+            norm=_norm(module),
+        )
+
+    def loop(self, module: nn.Module, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """The same expert by expert, which needs no memory for more than one."""
+        total, activation, norm = torch.zeros_like(hidden), self._activation(module), _norm(module)
+        for number in range(self.experts):
+            tokens, places = torch.where(indices == number)
+            inner = [self._one(module, name, number, hidden[tokens]) for name in self.first]
+            outputs = self._one(module, self.down, number, activation(*inner))
+            outputs = outputs if norm is None else norm(outputs)
+            total = total.index_add(0, tokens, outputs * weights[tokens, places, None])
+        return total
+
+    def without_rows(self, module: nn.Module, indices: Tensor) -> set[int]:
+        """Identities of the parameters that belong to experts alone which none of the indices chooses."""
+        if self.listed is None:
+            return set()
+        by_expert = [{id(p) for p in expert.parameters()} for expert in _list_of(module, self.listed)]
+        chosen = set(indices.unique().tolist())
+        with_rows = set[int]().union(*(by_expert[number] for number in chosen))
+        return set[int]().union(*by_expert) - with_rows
+
+    def _one(self, module: nn.Module, name: str, number: int, rows: Tensor) -> Tensor:
+        if self.listed is not None:
+            layer: nn.Linear = getattr(_list_of(module, self.listed)[number], name)
+            return functional.linear(rows, layer.weight, layer.bias)
+        matrix, bias = self._needed(module, name)[number], self._whole(module, name, "bias")
+        product = rows @ (matrix if self.transposed else matrix.mT)
+        return product if bias is None else product + bias[number]
+
+    def _needed(self, module: nn.Module, name: str) -> Tensor:
+        matrices = self._whole(module, name)
+        assert matrices is not None, "a reading is made of matrices that are there"
+        return matrices
+
+    def _whole(self, module: nn.Module, name: str, kind: str = "weight") -> Tensor | None:
+        """The matrices or biases of all experts; None where there are none."""
+        if self.listed is None:
+            return getattr(module, name if kind == "weight" else f"{name}_bias", None)
+        tensors = [getattr(getattr(expert, name), kind) for expert in _list_of(module, self.listed)]
+        return None if tensors[0] is None else torch.stack(tensors)
+
+    def _activation(self, module: nn.Module) -> Callable[..., Tensor]:
+        owner = module if self.listed is None else _list_of(module, self.listed)[0]
+        own_gate = getattr(owner, _GATE, None)
+        if self.gated and own_gate is not None and len(self.first) == 1:
+            return own_gate  # type: ignore[no-any-return]
+        named = (getattr(owner, name, None) for name in _ACTIVATIONS)
+        function: Any = next((candidate for candidate in named if callable(candidate)), functional.silu)
+        if not self.gated:
+            return function  # type: ignore[no-any-return]
+        if function is functional.silu or isinstance(function, nn.SiLU):
+            return swiglu
+
+        def gated(*inner: Tensor) -> Tensor:
+            gate, up = inner if len(inner) > 1 else inner[0].chunk(2, dim=-1)
+            return function(gate) * up  # type: ignore[no-any-return]
+
+        return gated
+
+
+def readings(module: nn.Module) -> Iterator[Reading]:
+    """Those by whose names and shapes a module's weights are those of experts; none where it has no such weights."""
+    transposed = getattr(module, "is_transposed", None)
+    ways = (False, True) if transposed is None else (bool(transposed),)
+    for first, down in _NAMES:
+        matrices = [getattr(module, name, None) for name in (*first, down)]
+        if all(isinstance(matrix, Tensor) and matrix.dim() == 3 for matrix in matrices):
+            for way in ways:
+                yield from _of_shapes(first, down, way, [tuple(matrix.shape) for matrix in matrices], None)  # type: ignore[union-attr]
+    for path, listed in _lists(module):
+        for first, down in _NAMES:
+            layers = [[getattr(expert, name, None) for name in (*first, down)] for expert in listed]
+            if all(type(layer) is nn.Linear for of_expert in layers for layer in of_expert) and _alike(layers):
+                shapes = [(len(listed), *layer.weight.shape) for layer in layers[0]]  # type: ignore[union-attr]
+                yield from _of_shapes(first, down, False, shapes, path)
+
+
+def _of_shapes(
+    first: tuple[str, ...], down: str, transposed: bool, shapes: list[tuple[int, ...]], listed: str | None
+) -> Iterator[Reading]:
+    turned = [(e, i, o) if transposed else (e, o, i) for e, o, i in shapes]
+    count, width, inner = turned[-1]
+    if any(shape[::2] != (count, width) for shape in turned[:-1]):
+        return
+    outs = [shape[1] for shape in turned[:-1]]
+    if outs in ([2 * inner], [inner, inner]):
+        yield Reading(first, down, transposed, True, listed, count, width)
+    elif outs == [inner]:
+        yield Reading(first, down, transposed, False, listed, count, width)
+
+
+def _lists(module: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
+    """The module where it is a list, and the lists that it has."""
+    for path, child in (("", module), *module.named_children()):
+        if isinstance(child, nn.ModuleList) and len(child) > 0:
+            yield path, child
+
+
+def _list_of(module: nn.Module, path: str) -> Any:
+    return module.get_submodule(path) if path else module
+
+
+def _alike(layers: list[list[Any]]) -> bool:
+    """Whether all experts' layers have the first one's shapes, and biases where it has."""
+    facts = [[(layer.weight.shape, layer.bias is None) for layer in of_expert] for of_expert in layers]
+    return all(fact == facts[0] for fact in facts)
+
+
+def _norm(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """What transformers calls the norm of what experts have made."""
+    return module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None  # type: ignore[return-value]
+
 
 _REMEDY = "call fxpar.ops.experts in its forward, or leave it out of experts"
 _FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ArithmeticError)
@@ -305,3 +478,80 @@ def _forward(original: Callable[..., Any], by_attributes: Mapping[int, ExpertMod
         return named.reading.compute(self, *operands)
 
     return forward
+
+
+# The experts of transformers' models, as operators on routed rows while a model is captured.
+
+_INTERFACE = "transformers.integrations.moe"
+# What torch's two grouped products call their operands.
+_OPERANDS = (("mat_a", "self"), ("mat_b", "mat2"))
+
+
+@contextlib.contextmanager
+def routed_experts(named: Sequence[ExpertModule] = ()) -> Iterator[None]:
+    """While active, modules that transformers dispatches by its `ExpertsInterface` run as `_experts`.
+
+    So do torch's grouped products of rows as `grouped_linear`, which is traced in every type.
+
+    Args:
+        named: modules that the plan names, which run by their readings.
+    """
+    interface = getattr(sys.modules.get(_INTERFACE), "ExpertsInterface", None)
+    with contextlib.ExitStack() as stack:
+        if interface is not None:
+            stack.enter_context(mock.patch.object(interface, "get_interface", _instead))
+        stack.enter_context(grouped_products(_grouped))
+        stack.enter_context(computed_as_read(named))
+        yield
+
+
+def _grouped(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """A grouped product: of rows [M, i] with the matrices [E, i, o] of their groups, which end at `offs`."""
+    arguments = dict(zip(("mat_a", "mat_b", "offs", "bias", "out_dtype"), args, strict=False)) | kwargs
+    # `_grouped_mm` calls its operands otherwise.
+    rows, matrices = (arguments.pop(name, arguments.pop(other, None)) for name, other in _OPERANDS)
+    offs, bias, dtype = (arguments.pop(name, None) for name in ("offs", "bias", "out_dtype"))
+    is_ours = isinstance(rows, Tensor) and isinstance(matrices, Tensor) and isinstance(offs, Tensor)
+    if not is_ours or rows.dim() != 2 or matrices.dim() != 3 or bias is not None or arguments:
+        return original(*args, **kwargs)
+    product: Tensor = grouped_linear(rows, matrices, group_sizes(offs), True)
+    return product if dtype is None else product.to(dtype)
+
+
+def _instead(self: Any, implementation: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
+    return _experts
+
+
+def _experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What `grouped_mm_experts_forward` of transformers computes, whose conventions these are.
+
+    Shapes: hidden [tokens, h], indices and weights [tokens, k]; result [tokens, h].
+    """
+    module: Any = self
+    k = top_k_index.shape[-1]
+    order, counts = sort_by_expert(top_k_index, module.num_experts)
+    rows = moe_permute(hidden_states, order, k)
+    entry = "gate_up_proj" if module.has_gate else "up_proj"
+    states = _product(module, entry, rows, counts)
+    if module.has_gate:
+        states = swiglu_rows(halves(states), counts) if _is_swiglu(module) else module._apply_gate(states)
+    else:
+        states = module.act_fn(states)
+    states = _product(module, "down_proj", states, counts)
+    if getattr(module, "has_post_expert_norm", False):
+        states = module.post_expert_norm(states)
+    return moe_combine(states, top_k_weights, order, hidden_states.dtype)  # type: ignore[no-any-return]
+
+
+def _is_swiglu(module: Any) -> bool:
+    """Whether a module's gate is transformers' own, with SiLU."""
+    plain = getattr(sys.modules[_INTERFACE], "_default_apply_gate", None)
+    silu = (nn.SiLU, getattr(sys.modules["transformers.activations"], "SiLUActivation", nn.SiLU))
+    return type(module)._apply_gate is plain and isinstance(module.act_fn, silu)
+
+
+def _product(module: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+    product: Tensor = grouped_linear(rows, getattr(module, name), counts, module.is_transposed)
+    if module.has_bias:
+        product = product + expand_by_expert(getattr(module, f"{name}_bias"), counts, rows.shape[0])
+    return product

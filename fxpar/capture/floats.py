@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from fxpar.capture.size_expressions import SizeError
+from fxpar.ir.program import Program, ScalarType, TensorType, describe, is_tensor, note, set_note, tensor_type
 from fxpar.ops.host import item
-from fxpar.program.program import Program, ScalarType, TensorType, describe, is_tensor, note, set_note, tensor_type
 from fxpar.signatures.op_call import bind_arguments
 
 aten = torch.ops.aten

@@ -15,18 +15,15 @@ from torch import fx
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from fxpar.capture.data_dependent_loops import FINDS, FINDS_TOO, choice_of
+from fxpar.capture.branches import FINDS, FINDS_TOO, choice_of
 from fxpar.capture.places import module_of, source_of
 from fxpar.capture.recording import RECOMPUTE_KEY
-from fxpar.capture.row_groups import of_rows
-from fxpar.capture.size_expressions import SizeError, written
+from fxpar.capture.size_expressions import SizeError, of_rows, written
 from fxpar.capture.trace import Trace
-from fxpar.errors import CaptureError
+from fxpar.errors import CaptureError, loop_of_experts
+from fxpar.ir.program import DTYPE_NAMES, Note, ScalarType, TensorType, ValueType
+from fxpar.ir.symbols import Counted, Symbol
 from fxpar.layout.symbolic_sizes import Size, evaluate, names, product, simplify, symbol
-from fxpar.program.dtypes import DTYPE_NAMES
-from fxpar.program.picked import loop_of_experts
-from fxpar.program.program import Note, ScalarType, TensorType, ValueType
-from fxpar.program.symbols import Counted, Symbol
 from fxpar.signatures.randomness import draws_bits
 
 

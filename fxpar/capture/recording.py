@@ -24,8 +24,8 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpar.capture import known, patches
-from fxpar.capture.layerdrop import Decided
+from fxpar.capture import branches, patches
+from fxpar.capture.branches import Decided
 from fxpar.capture.places import is_foreign_file
 from fxpar.capture.size_expressions import SizeChecker
 from fxpar.errors import CaptureError, InputError
@@ -220,7 +220,7 @@ class UntracedEffectMode(TorchFunctionMode):
         if func == torch.div and all(isinstance(v, (int, torch.SymInt)) for v in args):
             return _divided(*args, **(kwargs or {}))
         decided = self._decided.branch(func, args)
-        decided = known.branch(func, args) if decided is None else decided
+        decided = branches.branch(func, args) if decided is None else decided
         if decided is not None:
             return decided
         tensors = _tensors((*args, *(kwargs or {}).values()))

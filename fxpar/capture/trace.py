@@ -26,11 +26,10 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpar.capture import patches
-from fxpar.capture.data_dependent_loops import refuse_loop
+from fxpar.capture.branches import Questions, host_numbers, refuse_loop
 from fxpar.capture.dynamo import Assumption, Offered, dynamo_graph
-from fxpar.capture.expert_modules import ExpertModule
-from fxpar.capture.fake_weights import with_memory
-from fxpar.capture.functional import functional_form
+from fxpar.capture.expert_modules import ExpertModule, routed_experts
+from fxpar.capture.functional import functional_form, normed_batches
 from fxpar.capture.graph_mutation import inline_regions, refuse_mutation, replace_copies
 from fxpar.capture.guards import (
     bound_arguments,
@@ -40,18 +39,12 @@ from fxpar.capture.guards import (
     no_host_random,
     separate,
 )
-from fxpar.capture.hf_experts import routed_experts
-from fxpar.capture.is_compiling import Questions
-from fxpar.capture.layer_cache_check import Number
-from fxpar.capture.layer_trace_cache import LayerTraceCache
-from fxpar.capture.layerdrop import host_numbers
-from fxpar.capture.memo import OtherMemos, nothing_remembered
-from fxpar.capture.norms import normed_batches
+from fxpar.capture.layer_trace_cache import LayerTraceCache, Number
 from fxpar.capture.places import Blamed, place_of
-from fxpar.capture.precision import cast_inputs
+from fxpar.capture.prepared_model import cast_inputs, with_memory
+from fxpar.capture.python_state import OtherMemos, nothing_remembered, untouched, watched
 from fxpar.capture.recording import Recorder, UntracedEffectMode, recording
 from fxpar.capture.size_expressions import SizeError
-from fxpar.capture.state import untouched, watched
 from fxpar.errors import CaptureError
 
 # What PyTorch says where an operation that is written in C++ is given a symbolic size.

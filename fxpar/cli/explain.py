@@ -14,21 +14,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fxpar.cli.common_options import Request, command
 from fxpar.cli.output import CommandResult, Ui, amount, print_table, table, time_text
-from fxpar.cli.stage_programs import is_pipeline
+from fxpar.cli.plan_flags import Request, command
+from fxpar.cli.program_commands import is_pipeline
 from fxpar.errors import InputError
-from fxpar.program.properties import Property
+from fxpar.ir.program import Property
 
 if TYPE_CHECKING:
     from torch import fx
 
     from fxpar.analysis.balance import Received
-    from fxpar.choice.cuts import Goals
-    from fxpar.choice.layout_explanation import Explanation
-    from fxpar.choice.stage_boundaries import CutExplanation
     from fxpar.cli.files import Start
-    from fxpar.program.program import Program
+    from fxpar.ir.program import Program
+    from fxpar.pipeline.compiler.partition import CutExplanation, Goals
+    from fxpar.sharding.layout_explanation import Explanation
 
 
 # A cut by the stage behind it, or what that receives.
@@ -54,11 +53,11 @@ def explain(
 
     Of a pipeline `cut 2`, or a value that stage 2 receives, says why that stage begins where it does.
     """
-    from fxpar.choice.layout_explanation import explain as explained
-    from fxpar.choice.layout_explanation import followed
-    from fxpar.choice.multi_axis import place
     from fxpar.cli.files import open_start, run_passes
     from fxpar.passes import DEFAULT_PASSES
+    from fxpar.sharding.choose import place
+    from fxpar.sharding.layout_explanation import explain as explained
+    from fxpar.sharding.layout_explanation import followed
 
     start = open_start(ui, request)
     program = start.program
@@ -102,10 +101,10 @@ def explain(
 def _explain_cut(ui: Ui, start: Start, name: str) -> CommandResult | None:
     """Why a cut lies where it does; None where the name is that of another node."""
     from fxpar.analysis.balance import stage_shares
-    from fxpar.choice.stage_boundaries import explain_cut
     from fxpar.cli.files import run_passes
+    from fxpar.ir.stages import crossings
     from fxpar.passes import DEFAULT_PASSES, partition_stages
-    from fxpar.program.stages import crossings
+    from fxpar.pipeline.compiler.partition import explain_cut
 
     program = start.program
     if Property.STAGES in program.properties:
@@ -152,7 +151,7 @@ def _goals(goals: Goals) -> str:
 
 def _named(program: Program, name: str) -> list[fx.Node]:
     """The node of that name, the parameter, or the parameters and products of the module."""
-    from fxpar.program.program import note, output_types
+    from fxpar.ir.program import note, output_types
 
     nodes = [node for node in program.graph.nodes if node.op != "output" and output_types(node)]
     by_node = [node for node in nodes if node.name == name.removeprefix("%")]

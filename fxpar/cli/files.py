@@ -9,8 +9,12 @@ says where the autograd functions are that the texts name.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import json
 import re
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,25 +24,88 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fxpar.capture import Captured, check_samples
-from fxpar.capture.precision import cast_parameters
-from fxpar.cli.common_options import EXAMPLE_FLAGS, MODE_FLAG, PLAN_FLAGS, Request
-from fxpar.cli.function_files import import_functions, save_functions
-from fxpar.cli.models import SAMPLES, LoadedModel, is_built, load_model
+from fxpar.capture.capture import Captured, check_samples
+from fxpar.capture.prepared_model import cast_parameters
+from fxpar.cli.models import SAMPLES, LoadedModel, is_built, load_model, user_code
 from fxpar.cli.output import Ui, is_file, write_text
+from fxpar.cli.plan_flags import EXAMPLE_FLAGS, MODE_FLAG, PLAN_FLAGS, Request
 from fxpar.compile import capture_differentiable
 from fxpar.errors import InputError
+from fxpar.ir.program import DTYPE_NAMES, Input, PassRecord, Program
+from fxpar.ir.step import output_of
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.manager import Pass, PassManager
+from fxpar.ops.functions import function
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program.dtypes import DTYPE_NAMES
-from fxpar.program.program import Input, PassRecord, Program
-from fxpar.program.step import output_of
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import VERSION, print_program
 from fxpar.verify.faithful import compare, findings
 from fxpar.verify.static import STATIC
 from fxpar.verify.values import call_inputs, program_state
+
+# The files of the autograd functions that a dump's texts name, so that the texts are read wherever one stands.
+
+FUNCTIONS = "functions.json"
+
+
+def save_functions(folder: Path, program: Program) -> None:
+    """Notes where the modules of a program's functions are; nothing of a program without any."""
+    calls = [node for node in program.graph.nodes if node.target is function]
+    names = {str(node.kwargs["path"]).rpartition(".")[0] for node in calls}
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in sorted(names)}
+    paths = {name: file for name, file in files.items() if file}
+    (folder / FUNCTIONS).unlink(missing_ok=True)  # of an earlier dump
+    if paths:
+        write_text(folder / FUNCTIONS, json.dumps(paths, indent=1) + "\n")
+
+
+def import_functions(folder: Path) -> None:
+    """Imports what a dump's texts need and Python does not find.
+
+    Raises:
+        InputError: the note is damaged, or a file is gone or faulty.
+    """
+    path = folder / FUNCTIONS
+    if not path.is_file():
+        return
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"cannot be read: {error}", where=str(path), remedy="dump the model again") from None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise InputError("is no {module: file}", where=str(path), remedy="dump the model again")
+    for name, file in files.items():
+        if name not in sys.modules and not _is_found(name):
+            if not Path(file).is_file():
+                raise InputError(f"{file} of the module {name} is gone", where=str(path), remedy="put it back")
+            with user_code(file):
+                _import(name, Path(file))
+
+
+def _is_found(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _import(name: str, file: Path) -> None:
+    """From the folder above its package; a file that was run under another name than its own by itself."""
+    *packages, last = name.split(".")
+    root = str(file.parents[len(packages)]) if len(packages) < len(file.parents) else ""
+    sys.path.insert(0, root)
+    try:
+        if last == file.stem:
+            importlib.import_module(name)
+            return
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(root)
+
 
 CAPTURE, VALUES = "00-capture.txt", "values.safetensors"
 _DUMPED = re.compile(r"(\d\d)-(.+)\.txt")

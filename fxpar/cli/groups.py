@@ -6,7 +6,9 @@ no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,14 +17,202 @@ from rich.columns import Columns
 from rich.console import Console, Group
 from rich.text import Text
 
-from fxpar.cli.common_options import command, number_option
-from fxpar.cli.mesh_diagram import Panel, Row, colour, panels, rows, short, svg, tag
 from fxpar.cli.output import CommandResult, Ui, print_table, table, write_text
-from fxpar.cli.plan_flags import whole_number
+from fxpar.cli.plan_flags import command, number_option, whole_number
 from fxpar.errors import InputError, shown
-from fxpar.mesh.atoms import Groups
+from fxpar.mesh.axes import DENSE, EXPERT, Axes, Groups
 from fxpar.mesh.mesh import DENSE_AXES, EXPERT_AXES, ORDER, Mesh
-from fxpar.mesh.purpose import DENSE, EXPERT
+
+# Ranks as a grid, coloured by group: what the picture and the terminal show of a mesh.
+
+# Light enough for black text. Groups beyond these repeat the colours; their tags differ.
+COLOURS = "#8dd3c7 #fdb462 #bebada #fb8072 #80b1d3 #b3de69 #fccde5 #d9c09a #bc80bd #ffed6f #a6e3f5 #c9c9c9".split()
+_SHOWN_RANKS = 6
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Groups that go by these names.
+
+    Attributes:
+        names: of the same groups in both parts.
+        groups: their ranks.
+        number: which group a rank is in; ranks in none are missing.
+    """
+
+    names: tuple[str, ...]
+    groups: Groups
+    number: dict[int, int] = field(repr=False)
+
+    @property
+    def title(self) -> str:
+        """Names, and how many groups of how many ranks."""
+        return f"{' = '.join(self.names)}: {counted(self.groups)}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Consecutive ranks, and where they stand on the axes that no row holds whole."""
+
+    label: str
+    ranks: range
+
+
+def counted(groups: Groups) -> str:
+    """How many groups of how many ranks."""
+    size = len(groups[0])
+    return f"{len(groups)} group{'s' if len(groups) > 1 else ''} of {size} rank{'s' if size > 1 else ''}"
+
+
+def panels(mesh: Mesh, names: Iterable[str]) -> list[Panel]:
+    """One for each set of groups of more than one rank."""
+    by_groups: dict[Groups, list[str]] = {}
+    for name in names:
+        groups = mesh.groups(name)
+        if any(len(group) > 1 for group in groups):
+            by_groups.setdefault(groups, []).append(name)
+    return [
+        Panel(tuple(same), groups, {rank: number for number, group in enumerate(groups) for rank in group})
+        for groups, same in by_groups.items()
+    ]
+
+
+def rows(axes: Axes, limit: int) -> tuple[list[str], list[Row]]:
+    """Cuts the ranks into rows of at most `limit`, along axes; stages of a pipeline stand in rows of their own.
+
+    Returns:
+        The axes along a row, and the rows.
+    """
+    wide = [(axis, size) for axis, size in axes.sizes if size > 1]
+    width = 1
+    inside: list[str] = []
+    while wide and width * wide[0][1] <= limit and (wide[0][0] != "pp" or not inside):
+        axis, size = wide.pop(0)
+        width *= size
+        inside.append(axis)
+    block = width
+    if wide and wide[0][0] != "pp" and limit // width > 1:  # a row holds a part of the next axis
+        block, width = width * wide[0][1], limit // width * width
+        inside.append(f"{wide[0][0]} (in parts)")
+    all_rows = []
+    for start in range(0, len(axes.ranks), block):
+        for low in range(start, start + block, width):
+            ranks = axes.ranks[low : min(low + width, start + block)]
+            all_rows.append(Row(_label(axes, [axis for axis, _ in wide], ranks), ranks))
+    return inside, all_rows
+
+
+def _label(axes: Axes, outside: list[str], ranks: range) -> str:
+    first, last = axes.coordinates(ranks[0]), axes.coordinates(ranks[-1])
+    spans = [(axis, first[axis], last[axis]) for axis in reversed(outside)]
+    return " ".join(f"{axis} {low}" if low == high else f"{axis} {low}–{high}" for axis, low, high in spans)
+
+
+def tag(number: int) -> str:
+    """a, b, …, z, aa, ab, …: a group's mark, where there are no colours or they repeat."""
+    text = ""
+    while number >= 0:
+        number, letter = divmod(number, 26)
+        text, number = chr(ord("a") + letter) + text, number - 1
+    return text
+
+
+def colour(number: int) -> str:
+    """A group's colour."""
+    return COLOURS[number % len(COLOURS)]
+
+
+def short(group: tuple[int, ...]) -> str:
+    """A group's ranks: `[0–3]` where they are neighbours, else `[0,4,8,12]`, with dots in the place of many."""
+    if len(group) > 2 and group == tuple(range(group[0], group[-1] + 1)):
+        return f"[{group[0]}–{group[-1]}]"
+    if len(group) > _SHOWN_RANKS + 2:
+        return f"[{','.join(map(str, group[:_SHOWN_RANKS]))},…,{group[-1]}]"
+    return f"[{','.join(map(str, group))}]"
+
+
+# ---------------------------------------------------------------------- SVG
+
+_CELL, _HEIGHT, _LINE, _MARGIN = 40, 26, 17, 28
+_CELLS_PER_ROW, _CELL_ROWS, _LEGEND, _WIDE = 16, 24, 16, 1500
+_FONT = "font-family='ui-sans-serif, system-ui, Helvetica, Arial, sans-serif'"
+
+
+def svg(mesh: Mesh, names: Iterable[str], title: str) -> str:
+    """A picture: a panel for each set of groups that differs, each with its axes and its legend.
+
+    Large worlds are cut after 24 rows, and the picture says so.
+    """
+    inside, all_rows = rows(mesh.dense, _CELLS_PER_ROW)
+    shown = all_rows[:_CELL_ROWS]
+    left = max(7 * max(len(row.label) for row in shown) + 12, 12)
+    width = max(left + _CELL * max(len(row.ranks) for row in shown), 360)
+    all_panels = panels(mesh, names)
+    across = max(1, min(len(all_panels), _WIDE // (width + _MARGIN)))
+    notes = [] if all_panels else ["every rank is alone: there are no groups"]
+    if len(shown) < len(all_rows):
+        notes.append(f"the first {shown[-1].ranks.stop - mesh.ranks.start} of {len(mesh.ranks)} ranks")
+    body: list[str] = []
+    bottom = 2 * _MARGIN + (10 + _LINE if notes else 10)
+    for start in range(0, len(all_panels), across):
+        heights = []
+        for place, panel in enumerate(all_panels[start : start + across]):
+            x, lines = _MARGIN + place * (width + _MARGIN), list(_svg_panel(panel, shown, inside, left))
+            height = _HEIGHT * len(shown) + _LINE * (len(_legend(panel)) + 4)
+            body += [f"<g transform='translate({x} {bottom})'>", *lines, "</g>"]
+            heights.append(height)
+        bottom += max(heights) + _MARGIN
+    total = max(across * (width + _MARGIN) + _MARGIN, 8 * len(title) + 2 * _MARGIN)
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {total} {bottom}' width='{total}' height='{bottom}'"
+    return "\n".join(
+        [
+            f"{head} {_FONT} font-size='12' fill='#222'>",
+            f"<title>{escape(title)}</title>",
+            "<rect width='100%' height='100%' fill='white'/>",
+            f"<text x='{_MARGIN}' y='{_MARGIN + 6}' font-size='16' font-weight='600'>{escape(title)}</text>",
+            f"<text x='{_MARGIN}' y='{_MARGIN + 26}' fill='#666'>{escape('; '.join(notes))}</text>",
+            *body,
+            "</svg>\n",
+        ]
+    )
+
+
+def _svg_panel(panel: Panel, shown: list[Row], inside: list[str], left: int) -> Iterator[str]:
+    """Title, the axis along the rows, the cells, the legend."""
+    yield f"<text y='0' font-size='14' font-weight='600'>{escape(panel.title)}</text>"
+    if inside:
+        yield f"<text x='{left}' y='{_LINE + 3}' fill='#666'>{escape(', '.join(inside))} →</text>"
+    top = 2 * _LINE - 6
+    for place, row in enumerate(shown):
+        y = top + place * _HEIGHT
+        yield f"<text x='{left - 8}' y='{y + 17}' text-anchor='end' fill='#666'>{escape(row.label)}</text>"
+        for column, rank in enumerate(row.ranks):
+            yield from _cell(left + column * _CELL, y, rank, panel.number.get(rank))
+    bottom = top + len(shown) * _HEIGHT + _LINE
+    for place, (number, text) in enumerate(_legend(panel)):
+        y = bottom + place * _LINE
+        if number is not None:
+            yield f"<rect x='{left}' y='{y - 10}' width='12' height='12' rx='2' fill='{colour(number)}'/>"
+        yield f"<text x='{left + 18}' y='{y}'>{escape(text)}</text>"
+
+
+def _cell(x: int, y: int, rank: int, number: int | None) -> Iterator[str]:
+    fill = "#f4f4f4" if number is None else colour(number)
+    yield f"<rect x='{x}' y='{y}' width='{_CELL - 2}' height='{_HEIGHT - 2}' rx='3' fill='{fill}'/>"
+    mark = "" if number is None else f"<tspan font-size='9' fill='#555'>{tag(number)}</tspan>"
+    size = 12 if rank < 1000 else 10
+    middle = x + _CELL // 2 - 1
+    yield f"<text x='{middle}' y='{y + 16}' text-anchor='middle' font-size='{size}'>{rank}{mark}</text>"
+
+
+def _legend(panel: Panel) -> list[tuple[int | None, str]]:
+    """The first groups with their ranks."""
+    entries: list[tuple[int | None, str]] = [
+        (number, f"{tag(number)} {short(group)}") for number, group in enumerate(panel.groups[:_LEGEND])
+    ]
+    more = len(panel.groups) - len(entries)
+    return [*entries, (None, f"… {more} more, in the same order")] if more else entries
+
 
 _ALWAYS = {DENSE: (*DENSE_AXES, "dp-cp"), EXPERT: EXPERT_AXES}
 _USE = {

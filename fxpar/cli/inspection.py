@@ -15,17 +15,15 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fxpar.cli.common_options import Request, command
 from fxpar.cli.output import FAILED, FINE, CommandResult, Ui, amount, print_table, table, time_text
-from fxpar.cli.plan_flags import whole_number
-from fxpar.cli.program_commands import warn_unsplit
-from fxpar.cli.stage_programs import OfStage, check_stage, steps
+from fxpar.cli.plan_flags import Request, command, whole_number
+from fxpar.cli.program_commands import OfStage, check_stage, steps, warn_unsplit
 from fxpar.errors import InputError
 
 if TYPE_CHECKING:
     from fxpar.analysis.capturable import Boundary, CaptureRegion
     from fxpar.analysis.exposed import Travel
-    from fxpar.program.program import Program
+    from fxpar.ir.program import Program
 
 _ELSEWHERE = "elsewhere"
 Sizes = Annotated[
@@ -103,7 +101,7 @@ def _difference(before: Program, after: Program) -> dict[str, Any]:
 
 def _lines(program: Program) -> dict[str, str]:
     """The line of each node by its name, of those in a region behind the region's."""
-    from fxpar.program.regions import regions
+    from fxpar.ir.regions import regions
     from fxpar.text.printing import node_text, region_text
 
     lines: dict[str, str] = {}
@@ -222,7 +220,7 @@ def sizes_of(program: Program, options: Sequence[str]) -> dict[str, int]:
 
 def _show_comm(stdout: Console, name: str, program: Program, travels: Sequence[Travel], values: dict[str, int]) -> None:
     from fxpar.analysis.communication import layer_of
-    from fxpar.program.program import note
+    from fxpar.ir.program import note
 
     at = ", ".join(f"{symbol} = {value}" for symbol, value in values.items()) or "fixed sizes"
     if not travels:
@@ -300,7 +298,7 @@ def _show_regions(
     boundaries: Sequence[Boundary],
     values: dict[str, int],
 ) -> None:
-    from fxpar.program.program import describe
+    from fxpar.ir.program import describe
 
     at = ", ".join(f"{symbol} = {value}" for symbol, value in values.items()) or "fixed sizes"
     numbers = ("nodes", "inputs", "outputs", "bytes in", "bytes out")

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fxpar.cli.common_options import Request, command
 from fxpar.cli.inspection import Sizes, sizes_of
 from fxpar.cli.output import CommandResult, Ui
-from fxpar.cli.stage_programs import OfStage, check_stage
+from fxpar.cli.plan_flags import Request, command
+from fxpar.cli.program_commands import OfStage, check_stage
 from fxpar.errors import InputError
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _figures(
 
     from fxpar.cli.files import compared, open_start, run_passes
     from fxpar.compile import lower_program
-    from fxpar.mesh.purpose import joined_names
+    from fxpar.mesh.axes import joined_names
     from fxpar.ops.collectives import Group
     from fxpar.passes import DEFAULT_PASSES
     from fxpar.report import make_report

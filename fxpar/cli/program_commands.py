@@ -5,21 +5,135 @@ Enters: a model or a program's text. Leaves: texts, and what the passes did.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from fxpar.cli.common_options import Passes, Request, command
 from fxpar.cli.output import CommandResult, Ui, print_table, print_text, table, write_text
-from fxpar.cli.stage_programs import OfStage, check_stage, run_stage
-from fxpar.mesh.purpose import Cuts
-from fxpar.program.properties import Property
+from fxpar.cli.plan_flags import Passes, Request, command, number_option
+from fxpar.errors import InputError
+from fxpar.ir.program import Property
+from fxpar.mesh.axes import Cuts
 
 if TYPE_CHECKING:
+    from fxpar.cli.files import Start
+    from fxpar.ir.program import Program
+    from fxpar.ir.stages import Stage
     from fxpar.manager import Pass
-    from fxpar.program.program import Program
+
+# Stages of a pipeline on the command line: which one is asked for, and the programs of one or all.
+
+OfStage = Annotated[int | None, number_option("look at this stage of a pipeline alone, counted from 0")]
+
+
+def is_pipeline(program: Program) -> bool:
+    """Whether the program is, or will be, cut into stages: it is neither a step nor one of them."""
+    from fxpar.ir.stages import is_one_stage
+
+    return program.plan.pipeline_stages > 1 and Property.STEP not in program.properties and not is_one_stage(program)
+
+
+def check_stage(start: Start, of_stage: int | None, *, needed: bool = False) -> None:
+    """Refuses a stage that is not there.
+
+    Args:
+        needed: whether the command looks at one stage at a time.
+
+    Raises:
+        InputError: there is no such stage, or one is needed and none was given.
+    """
+    count = start.program.plan.pipeline_stages
+    if of_stage is None:
+        if needed and is_pipeline(start.program):
+            raise InputError(
+                "a pipeline has a step for each of its stages",
+                where=start.name,
+                remedy=f"name one: --of-stage 0 to {count - 1}",
+            )
+        return
+    where = f"--of-stage {of_stage}"
+    if not is_pipeline(start.program):
+        one = count > 1
+        reason = "the text is of one stage already" if one else "the plan has no pipeline"
+        raise InputError(reason, where=where, remedy="leave it out" if one else "leave it out, or give --pp N")
+    if not 0 <= of_stage < count:
+        raise InputError(f"the pipeline has {count} stages", where=where, remedy=f"give one from 0 to {count - 1}")
+
+
+def step_passes_of(stage: Stage) -> list[Pass]:
+    """The passes that make the step of a stage."""
+    from fxpar.passes.training_passes import step_passes
+
+    program = stage.program
+    return step_passes(program.outputs, stage.tangents, [p.fqn for p in program.parameters if p.trainable])
+
+
+def steps(ui: Ui, start: Start, of_stage: int | None) -> list[tuple[int | None, Program]]:
+    """The training step, or that of each stage of a pipeline behind its number; calls of regions are written out.
+
+    Args:
+        of_stage: the only one that is wanted.
+    """
+    from fxpar.cli.files import run_passes
+    from fxpar.ir.regions import inlined
+    from fxpar.ir.stages import stages_of
+    from fxpar.passes import DEFAULT_PASSES
+    from fxpar.passes.training_passes import STEP_PASSES
+
+    if not is_pipeline(start.program):
+        program, _ = run_passes(ui, start, (*DEFAULT_PASSES, *STEP_PASSES))
+        return [(None, inlined(program))]
+    program, _ = run_passes(ui, start, DEFAULT_PASSES)
+    stage_steps: list[tuple[int | None, Program]] = []
+    for stage in stages_of(program):
+        if of_stage in (None, stage.number):
+            stage_start = dataclasses.replace(start, program=stage.program)
+            step, _ = run_passes(ui, stage_start, step_passes_of(stage))
+            stage_steps.append((stage.number, inlined(step)))
+    return stage_steps
+
+
+def run_stage(
+    ui: Ui,
+    start: Start,
+    passes: Sequence[Pass],
+    of_stage: int,
+    *,
+    step: bool,
+    until: str | None,
+    folder: Path | None,
+    wanted: Sequence[str],
+) -> tuple[Program, dict[str, str]]:
+    """The program of a stage, or its step, and the texts after the passes in `wanted`.
+
+    Args:
+        passes: of the whole.
+        step: whether the passes of the step run too, which the stage has of its own.
+    """
+    from fxpar.cli.files import run_passes
+    from fxpar.ir.stages import stages_of
+    from fxpar.passes.training_passes import STEP_PASSES
+
+    later = [item.name for item in STEP_PASSES]
+    whole = [item for item in passes if item.name not in later]
+    first = [name for name in wanted if name not in later]
+    program, texts = run_passes(ui, start, whole, None if until in later else until, folder, first)
+    if Property.STAGES not in program.properties:
+        reason = "the program is not yet cut into stages"
+        raise InputError(reason, where=f"--until {until}", remedy="leave out --of-stage")
+    stage = stages_of(program)[of_stage]
+    if not step:
+        return stage.program, texts
+    stage_start = dataclasses.replace(start, program=stage.program)
+    last = len([item for item in whole if item.when(start.program)])
+    step_only = [name for name in wanted if name in later]
+    end = until if until in later else None
+    program, more = run_passes(ui, stage_start, step_passes_of(stage), end, folder, step_only, last)
+    return program, texts | more
 
 
 def register(app: typer.Typer) -> None:
@@ -57,8 +171,8 @@ def _summary(program: Program, how: str) -> dict[str, Any]:
     """What was captured: counts, names, and operators that no rule can split."""
     from collections import Counter
 
+    from fxpar.ir.program import note
     from fxpar.passes.canonicalize import canonicalize
-    from fxpar.program.program import note
     from fxpar.report.reasons import without_rule
     from fxpar.text.printing import target_name
 
@@ -214,7 +328,7 @@ def whole(program: Program) -> dict[str, Any]:
     `uncounted` are operators that may multiply matrices and are no part of the share of FLOPs that is split.
     """
     from fxpar.analysis.flops import uncounted
-    from fxpar.program.regions import inlined
+    from fxpar.ir.regions import inlined
     from fxpar.report.reasons import unsplit, without_rule
 
     if Property.LAYOUTS not in program.properties or not program.plan.axes_for(Cuts.FEATURES):
@@ -249,7 +363,7 @@ def _few(names: list[str], most: int = 4) -> str:
 def warn_unsplit(ui: Ui, program: Program) -> float | None:
     """Share of the matrix FLOPs that is split, None before there are layouts or axes; warns where it is zero."""
     from fxpar.analysis.parallel_fraction import split_flops
-    from fxpar.program.regions import inlined
+    from fxpar.ir.regions import inlined
 
     if Property.LAYOUTS not in program.properties or not program.plan.axes_for(Cuts.FEATURES):
         return None

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fxpar.cli.common_options import Passes, Request, command
 from fxpar.cli.output import FAILED, FINE, CommandResult, Ui, error_document, error_text, is_folder, print_table, table
+from fxpar.cli.plan_flags import Passes, Request, command
 from fxpar.cli.program_commands import warn_unsplit, whole, whole_lines
 from fxpar.errors import CheckFailed, FxparError, InputError
-from fxpar.program.properties import Property
+from fxpar.ir.program import Property
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from fxpar.ir.program import Program
     from fxpar.manager import Pass
-    from fxpar.program.program import Program
     from fxpar.verification import Verification
     from fxpar.verify.values import ValueReport
 
@@ -89,7 +89,7 @@ def _verify_text(ui: Ui, request: Request, level: str, passes: Sequence[Pass]) -
     """Checks a text; by value after the passes that are left."""
     from fxpar.analysis.parallel_fraction import split_flops
     from fxpar.cli.files import CAPTURE, VALUES, open_start, read_text, run_passes
-    from fxpar.program.stages import is_one_stage
+    from fxpar.ir.stages import is_one_stage
     from fxpar.verification import Verification
     from fxpar.verify.static import verify_static
     from fxpar.verify.values import verify_values
@@ -254,7 +254,7 @@ def _judge(folder: Path, free: Sequence[str]) -> Callable[[str, Path, Program], 
     """
     from fxpar.bisection import complete
     from fxpar.cli.files import CAPTURE, load_values, read_text
-    from fxpar.program.stages import is_one_stage
+    from fxpar.ir.stages import is_one_stage
     from fxpar.verify.values import reference_run, verify_values
 
     values, captured = load_values(folder), read_text(folder / CAPTURE)

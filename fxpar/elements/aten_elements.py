@@ -9,31 +9,295 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpar.elements.affine import UnknownElements, index, never_negative
-from fxpar.elements.element_call import ElementCall, exactly, filled, normal, spread
 from fxpar.elements.numbers import (
+    FALSE,
+    TRUE,
     Element,
     Leaf,
     Numbers,
+    Predicate,
+    UnknownElements,
     as_numbers,
     as_predicate,
+    at_least_zero,
+    both,
     chosen,
     combined,
     constant,
+    either,
+    gathered,
+    index,
     is_at_most,
     is_equal,
+    negated,
+    never_negative,
+    normal_form,
+    rounded,
     where,
 )
-from fxpar.elements.predicate import FALSE, TRUE, Predicate, at_least_zero, both, either, negated
-from fxpar.elements.shaping import SHAPING
+from fxpar.ir.program import Program, ScalarType, TensorType, is_tensor, note, tensor_type
 from fxpar.layout.symbolic_sizes import Size, simplify
-from fxpar.program.program import Program, is_tensor, tensor_type
 from fxpar.rules import bind_arguments
+
+# One call of an operator, seen by its elements.
+
+_SHORT = (torch.float16, torch.bfloat16)
+
+
+def spread(element: Element, shape: Sequence[Size], onto: Sequence[Size]) -> Element:
+    """The elements of a tensor of one shape, broadcast to another.
+
+    Raises:
+        UnknownElements: the shapes do not broadcast for every size.
+    """
+    offset = len(onto) - len(shape)
+    if offset < 0 or any(a != 1 and simplify(a) != simplify(b) for a, b in zip(shape, onto[offset:], strict=True)):
+        raise UnknownElements
+    moved = element.replaced({index(dim): index(dim + offset) for dim in range(len(shape))})
+    return normal(moved, onto)
+
+
+def normal(element: Element, shape: Sequence[Size]) -> Element:
+    """With 0 for the index of each dimension of size 1."""
+    element = element.replaced({index(dim): 0 for dim, size in enumerate(shape) if size == 1})
+    if isinstance(element, Predicate):
+        return normal_form(element.clauses, shape)
+    return gathered([(normal_form(c.clauses, shape), x) for c, x in element.cases], shape)
+
+
+@dataclass(frozen=True)
+class ElementCall:
+    """The type of its result, its arguments by name, what is known of the operands."""
+
+    kind: TensorType
+    given: Mapping[str, Any]
+    found: Mapping[fx.Node, Element]
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        """The result's."""
+        return self.kind.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The result's."""
+        return self.kind.dtype
+
+    def own(self, name: str = "self") -> tuple[Element, TensorType]:
+        """A tensor operand in its own indices, with its type."""
+        value = self.given.get(name)
+        if not isinstance(value, fx.Node) or value not in self.found:
+            raise UnknownElements
+        return self.found[value], tensor_type(value)
+
+    def element(self, name: str) -> Element:
+        """A tensor operand broadcast to the result, or a number."""
+        value = self.given.get(name)
+        if isinstance(value, (bool, int, float)):
+            return (TRUE if value else FALSE) if isinstance(value, bool) else constant(value)
+        if isinstance(value, fx.Node) and isinstance(note(value).type, ScalarType):
+            return constant(self.size(name))
+        element, kind = self.own(name)
+        return spread(element, kind.shape, self.shape)
+
+    def numbers(self, name: str) -> Numbers:
+        """As `element`, in the type in which the result is computed: 16 bits are computed in 32."""
+        numbers = as_numbers(self.element(name), self.shape)
+        if isinstance(self.given[name], fx.Node):
+            return exactly(numbers, self.dtype, self.shape)
+        return converted(numbers, torch.float32 if self.dtype in _SHORT else self.dtype, self.shape)
+
+    def predicate(self, name: str) -> Predicate:
+        """As `element`, where it is true."""
+        return as_predicate(self.element(name), self.shape)
+
+    def size(self, name: str, default: Size | None = None) -> Size:
+        """An argument that is a size or a position."""
+        value = self.given.get(name)
+        value = default if value is None else value
+        kind = note(value).type if isinstance(value, fx.Node) else None
+        if isinstance(kind, ScalarType):
+            return simplify(kind.value)
+        if type(value) is not int:
+            raise UnknownElements
+        return value
+
+    def dim(self, name: str, rank: int) -> int:
+        """An argument that names a dimension, from the start."""
+        value = self.given.get(name)
+        if type(value) is not int or not -rank <= value < max(rank, 1):
+            raise UnknownElements
+        return value % rank if rank else 0
+
+
+def converted(numbers: Numbers, dtype: torch.dtype, shape: Sequence[Size]) -> Numbers:
+    """The numbers as elements of another type."""
+    return gathered([(condition, rounded(leaf, dtype)) for condition, leaf in numbers.cases], shape)
+
+
+def exactly(numbers: Numbers, dtype: torch.dtype, shape: Sequence[Size]) -> Numbers:
+    """The numbers in a type that changes none of them.
+
+    Raises:
+        UnknownElements: it changes one. In which order torch rounds and computes is left open.
+    """
+    result = converted(numbers, dtype, shape)
+    if [x for _, x in result.cases] != [x for _, x in numbers.cases]:
+        raise UnknownElements
+    return result
+
+
+def filled(value: Any, dtype: torch.dtype) -> Element:
+    """The same literal everywhere, in a tensor of that type."""
+    if not isinstance(value, (bool, int, float)):
+        raise UnknownElements
+    if dtype == torch.bool:
+        return TRUE if value else FALSE
+    return constant(rounded(float(value) if isinstance(value, float) else int(value), dtype))
+
+
+# What operators that make, move or take apart tensors do to elements: factories, views, indexing, triangles.
+
+
+def _arange(call: ElementCall) -> Element:
+    step = call.size("step", 1)
+    return constant(rounded(simplify(call.size("start", 0) + step * index(0)), call.dtype))
+
+
+def _fill(value: Any) -> Callable[[ElementCall], Element]:
+    return lambda call: filled(call.given["fill_value"] if value is None else value, call.dtype)
+
+
+def _same(call: ElementCall) -> Element:
+    return call.own()[0]
+
+
+def _cast(call: ElementCall) -> Element:
+    element, kind = call.own()
+    if call.dtype == torch.bool:
+        return as_predicate(element, kind.shape)
+    if kind.dtype.is_floating_point and not call.dtype.is_floating_point:
+        raise UnknownElements
+    return converted(as_numbers(element, kind.shape), call.dtype, kind.shape)
+
+
+def _expand(call: ElementCall) -> Element:
+    return call.element("self")
+
+
+def _regrouped(call: ElementCall) -> Element:
+    """Views that only add or drop dimensions of size 1; any view of what is the same everywhere."""
+    element, kind = call.own()
+    if kind.dtype != call.dtype:  # the bits, as another type
+        raise UnknownElements
+    if not element.indices:
+        return element
+    before = [dim for dim, size in enumerate(kind.shape) if size != 1]
+    after = [dim for dim, size in enumerate(call.shape) if size != 1]
+    if [simplify(kind.shape[d]) for d in before] != [simplify(call.shape[d]) for d in after]:
+        raise UnknownElements
+    return element.replaced({index(a): index(b) for a, b in zip(before, after, strict=True)})
+
+
+def _permuted(call: ElementCall) -> Element:
+    element, kind = call.own()
+    rank = len(kind.shape)
+    order = list(range(rank))
+    if "dims" in call.given:
+        order = [int(dim) % rank for dim in call.given["dims"]]
+    else:
+        a, b = call.dim("dim0", rank), call.dim("dim1", rank)
+        order[a], order[b] = b, a
+    return element.replaced({index(source): index(dim) for dim, source in enumerate(order)})
+
+
+def _transposed(call: ElementCall) -> Element:
+    element, kind = call.own()
+    return element.replaced({index(0): index(1), index(1): index(0)}) if len(kind.shape) == 2 else element
+
+
+def _from_start(position: Size, length: Size) -> Size:
+    """A position that may count from the end, from the start."""
+    if never_negative(position, ()):
+        return position
+    if never_negative(simplify(-position - 1), ()) and never_negative(simplify(position + length), ()):
+        return simplify(position + length)
+    raise UnknownElements
+
+
+def _sliced(call: ElementCall) -> Element:
+    """A start behind the end leaves no element; one before the first would be moved, and is not accepted."""
+    element, kind = call.own()
+    dim = call.dim("dim", len(kind.shape))
+    start = _from_start(call.size("start", 0), kind.shape[dim])
+    return element.replaced({index(dim): simplify(start + call.size("step", 1) * index(dim))})
+
+
+def _selected(call: ElementCall) -> Element:
+    element, kind = call.own()
+    dim = call.dim("dim", len(kind.shape))
+    position = _from_start(call.size("index"), kind.shape[dim])
+    later = {index(d): index(d - 1) for d in range(dim + 1, len(kind.shape))}
+    return element.replaced({index(dim): position, **later})
+
+
+def _indexed(call: ElementCall) -> Element:
+    """Integer tensors for all leading dimensions, each proved to lie inside its dimension."""
+    element, kind = call.own()
+    tensors = call.given["indices"]
+    if any(not isinstance(t, fx.Node) or t not in call.found for t in tensors):
+        raise UnknownElements
+    behind = len(kind.shape) - len(tensors)
+    common = call.shape[: len(call.shape) - behind]
+    values: dict[Any, Size] = {index(len(tensors) + i): index(len(common) + i) for i in range(behind)}
+    for dim, tensor in enumerate(tensors):
+        position = spread(call.found[tensor], tensor_type(tensor).shape, common)
+        leaf = position.cases[0][1] if isinstance(position, Numbers) and len(position.cases) == 1 else None
+        if leaf is None or isinstance(leaf, float):
+            raise UnknownElements
+        if not (never_negative(leaf, common) and never_negative(simplify(kind.shape[dim] - 1 - leaf), common)):
+            raise UnknownElements
+        values[index(dim)] = leaf
+    return element.replaced(values)
+
+
+def _triangle(sign: int) -> Callable[[ElementCall], Element]:
+    """tril (sign 1) keeps `col - row <= diagonal`, triu (sign -1) `col - row >= diagonal`."""
+
+    def operation(call: ElementCall) -> Element:
+        rows, cols = index(len(call.shape) - 2), index(len(call.shape) - 1)
+        inside = at_least_zero(simplify(sign * (rows - cols + call.size("diagonal", 0))), call.shape)
+        element = call.element("self")
+        if isinstance(element, Predicate):
+            return both(inside, element, call.shape)
+        return chosen(inside, element, constant(rounded(0, call.dtype)), call.shape)
+
+    return operation
+
+
+SHAPING: Mapping[str, Callable[[ElementCall], Element]] = {
+    "arange": _arange,
+    **dict.fromkeys(("full", "new_full", "full_like"), _fill(None)),
+    **dict.fromkeys(("ones", "new_ones", "ones_like"), _fill(1)),
+    **dict.fromkeys(("zeros", "new_zeros", "zeros_like"), _fill(0)),
+    **dict.fromkeys(("alias", "clone", "contiguous", "detach", "lift_fresh_copy"), _same),
+    **dict.fromkeys(("_to_copy", "to"), _cast),
+    **dict.fromkeys(("expand", "expand_as"), _expand),
+    **dict.fromkeys(("unsqueeze", "squeeze", "view", "reshape", "_unsafe_view"), _regrouped),
+    **dict.fromkeys(("transpose", "permute"), _permuted),
+    "t": _transposed,
+    "slice": _sliced,
+    "select": _selected,
+    "index": _indexed,
+    "tril": _triangle(1),
+    "triu": _triangle(-1),
+}
 
 
 def elements(program: Program | None, nodes: Iterable[fx.Node]) -> dict[fx.Node, Element]:

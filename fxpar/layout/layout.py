@@ -1,8 +1,8 @@
 """The layout type system: what each rank of a mesh axis holds of a value (and of its gradient).
 
 Enters: global shapes. Leaves: `Placement` (one axis) and `Layout` (all axes), their text, and which of them fit a
-shape. The arithmetic of shards through views and concatenations is in `fxpar.layout.shard_segments`, through slices in
-`fxpar.layout.slices`; how several axes share a value is said by `fxpar.layout.nesting`.
+shape. The arithmetic of shards through views and concatenations is in `fxpar.layout.nesting`, through slices in
+`fxpar.layout.shards`; how several axes share a value is said by `fxpar.layout.nesting`.
 
 For each mesh axis a value is one of
 
@@ -35,13 +35,36 @@ these two (`Placement.in_rank_order`) where they do more than hand a cut on.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any, TypeVar
 
 from fxpar.errors import TextError
-from fxpar.layout.cached_hash import remembers_hash
 from fxpar.layout.symbolic_sizes import Size, divide, parse_size, simplify
+
+# Frozen values that work out their hash once: layouts and types are keys of whatever equal layers ask again.
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def remembers_hash(kind: _Class) -> _Class:
+    """Class decorator of a frozen dataclass; hashes of strings are others in another process, so it is no state."""
+    changed: Any = kind
+    compute: Callable[[Any], int] = changed.__hash__
+
+    def kept(self: Any) -> int:
+        try:
+            return self._hash  # type: ignore[no-any-return]
+        except AttributeError:
+            computed = self.__dict__["_hash"] = compute(self)
+            return computed
+
+    def state(self: Any) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
+    changed.__hash__, changed.__getstate__ = kept, state
+    return kind
 
 
 @remembers_hash

@@ -6,11 +6,169 @@ Enters: names and sizes of axes, from the fastest. Leaves: groups of ranks. Need
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from itertools import combinations, pairwise
 
 from fxpar.errors import PlanError
-from fxpar.mesh.atoms import Atom, Groups, groups_over
+
+# Atoms: the finest axes of a mesh, of which all its other axes are made.
+
+# Groups in ascending order, each with its ranks in ascending order.
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Atom:
+    """Ranks `stride` apart, `size` of them."""
+
+    size: int
+    stride: int
+
+    @property
+    def end(self) -> int:
+        """The stride of what is next."""
+        return self.size * self.stride
+
+    def index(self, place: int) -> int:
+        """Where a rank stands on it.
+
+        Args:
+            place: the rank, less the number of the first one.
+        """
+        return place // self.stride % self.size
+
+
+def refined(parts: Mapping[str, Sequence[tuple[str, int]]]) -> tuple[Atom, ...]:
+    """The common refinement of several products of axes over the same ranks, from the fastest atom.
+
+    Args:
+        parts: by the part's name, names and sizes of its axes from the fastest.
+
+    Raises:
+        PlanError: there is none: two boundaries of which neither divides the other.
+    """
+    bounds: dict[int, tuple[str, list[str]]] = {}
+    for part, axes in parts.items():
+        stride, names = 1, list[str]()
+        for name, size in axes:
+            if size > 1:
+                stride, names = stride * size, [*names, name]
+                bounds.setdefault(stride, (part, names))
+    atoms = []
+    for low, high in pairwise([1, *sorted(bounds)]):
+        if high % low:
+            texts = [f"{'·'.join(bounds[n][1])} = {n} ranks of the {bounds[n][0]} part" for n in (low, high)]
+            raise PlanError(
+                f"the parts have no common refinement: {' and '.join(texts)}, and {low} does not divide {high}",
+                where=", ".join(bounds[n][1][-1] for n in (low, high)),
+                remedy="choose sizes so that of these two numbers one divides the other",
+            )
+        atoms.append(Atom(high // low, low))
+    return tuple(atoms)
+
+
+def ranks_over(atoms: Iterable[Atom]) -> list[int]:
+    """Ranks that are at 0 on all other atoms, ascending, less the number of the first one."""
+    ranks = [0]
+    for atom in sorted(atoms, key=lambda atom: atom.stride):
+        ranks = [low + atom.stride * index for index in range(atom.size) for low in ranks]
+    return ranks
+
+
+def groups_over(atoms: Iterable[Atom], others: Iterable[Atom], offset: int = 0) -> Groups:
+    """The groups over some atoms: the ranks of a group agree on every other one (SPEC section 1).
+
+    Ascending ranks count the atoms up, the fastest first, whatever their order here.
+
+    Args:
+        atoms: those over which the ranks of a group differ.
+        others: all others of the mesh.
+        offset: number of the first rank.
+    """
+    firsts, steps = ranks_over(others), ranks_over(atoms)
+    return tuple(tuple(offset + first + step for step in steps) for first in firsts)
+
+
+def index_on(atoms: Sequence[Atom], place: int) -> int:
+    """Where a rank stands among all ranks of some atoms.
+
+    Args:
+        atoms: in nesting order, the outermost first.
+        place: the rank, less the number of the first one.
+    """
+    index = 0
+    for atom in atoms:
+        index = index * atom.size + atom.index(place)
+    return index
+
+
+def ranks_of(atoms: Iterable[Atom]) -> int:
+    """How many ranks some atoms have."""
+    return math.prod(atom.size for atom in atoms)
+
+
+# What the axes of a mesh are for.
+
+DENSE, EXPERT = "dense", "expert"
+
+
+class Cuts(StrEnum):
+    """What of a model an axis shares out among its ranks."""
+
+    LAYERS = "layers"
+    BATCH = "batch"
+    SEQUENCE = "sequence"
+    FEATURES = "features"
+    EXPERTS = "experts"
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """What an axis is for.
+
+    Attributes:
+        cuts: what its ranks share out.
+        meaning: in a few words, for messages.
+    """
+
+    cuts: Cuts
+    meaning: str
+
+
+# Those of a part stand in the order in which they nest, the outermost first.
+PURPOSES: Mapping[str, Purpose] = {
+    "pp": Purpose(Cuts.LAYERS, "pipeline parallel"),
+    "dp": Purpose(Cuts.BATCH, "data parallel"),
+    "dp_out": Purpose(Cuts.BATCH, "data parallel, of the same experts"),
+    "dp_in": Purpose(Cuts.BATCH, "data parallel, of different experts"),
+    "cp": Purpose(Cuts.SEQUENCE, "context parallel"),
+    "tp": Purpose(Cuts.FEATURES, "tensor parallel"),
+    "edp": Purpose(Cuts.BATCH, "data parallel for experts"),
+    "ep": Purpose(Cuts.EXPERTS, "expert parallel"),
+    "etp": Purpose(Cuts.FEATURES, "tensor parallel within an expert"),
+}
+
+# The axes that may stand in a layout of each part. Activations nest in this order, the outermost axis first, whatever
+# ranks are neighbours (DESIGN section 3). Layers are no dimension of a value: pp stands in no layout.
+NESTING: Mapping[str, tuple[str, ...]] = {DENSE: ("dp", "cp", "tp"), EXPERT: ("edp", "ep", "etp")}
+
+
+def axis_that(cuts: Cuts) -> str:
+    """Name of the dense part's axis whose ranks share that out, by which the plan's option and messages call it."""
+    return next(axis for axis in NESTING[DENSE] if PURPOSES[axis].cuts is cuts)
+
+
+def joined_names(axes: Iterable[str]) -> tuple[str, ...]:
+    """The names of all sets of axes that may communicate: `dp`, `tp`, `dp-tp`.
+
+    Args:
+        axes: in nesting order.
+    """
+    names = tuple(axes)
+    sets = (combinations(names, count) for count in range(1, len(names) + 1))
+    return tuple("-".join(some) for subsets in sets for some in subsets)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ and dp stand for etp and edp: `tp-ep` is `etp-ep`. cp and the factors of cp and 
 `ep-cp` means nothing and is refused. `pp` alone and `tp-pp` are of the dense part. `embedding` are the first and the
 last stage of each pipeline group.
 
-Every axis of both parts is a set of *atoms* (`fxpar.mesh.atoms`), where the two parts have a common refinement. Groups
+Every axis of both parts is a set of *atoms* (`fxpar.mesh.axes`), where the two parts have a common refinement. Groups
 are listed without one too; a plan needs it.
 """
 
@@ -23,9 +23,7 @@ from functools import cached_property
 from itertools import combinations
 
 from fxpar.errors import PlanError, shown
-from fxpar.mesh.atoms import Atom, Groups, refined
-from fxpar.mesh.axes import Axes
-from fxpar.mesh.purpose import DENSE, EXPERT, NESTING, PURPOSES
+from fxpar.mesh.axes import DENSE, EXPERT, NESTING, PURPOSES, Atom, Axes, Groups, refined
 
 ORDER = "tp-cp-ep-dp-pp"
 EMBEDDING = "embedding"

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxpar.ir.program import Property, TensorType, note, output_types
 from fxpar.layout.layout import P, Placement, R
 from fxpar.ops import sdpa
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import Gradients, LoweredCall, OnShapes, Operator, Reverse, Saving
 from fxpar.ops.random import indexed, own_bits_of_probabilities
-from fxpar.program.program import TensorType, note, output_types
-from fxpar.program.properties import Property
 from fxpar.signatures.engine import signature_of_summands
 from fxpar.signatures.matmul import attention_labels
 from fxpar.signatures.op_call import OpCall, bind_arguments, call_of

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxpar.ir.operators import shared_fraction
+from fxpar.ir.program import TensorType, note, operands, output_types
 from fxpar.layout.layout import Placement
 from fxpar.layout.symbolic_sizes import Size, product, simplify
 from fxpar.ops import factored, peer_memory, process_group
@@ -19,8 +21,6 @@ from fxpar.ops.collectives import Group, arrived, start_sum
 from fxpar.ops.factored import SharedSegment, restored, summand
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import CollectiveSite, LoweredCall, OnShapes, Sent
-from fxpar.program.placements import shared_fraction
-from fxpar.program.program import TensorType, note, operands, output_types
 
 # ---------------------------------------------------------------------- shapes and traffic
 

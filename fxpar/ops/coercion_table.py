@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fxpar.ir.operators import is_finer, pending
 from fxpar.layout.layout import Placement
 from fxpar.ops.coercions import (
     all_gather,
@@ -31,7 +32,6 @@ from fxpar.ops.coercions import (
     split_shared,
 )
 from fxpar.ops.operator import Operator
-from fxpar.program.placements import is_finer, pending
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,11 @@ from typing import Any
 
 from torch import fx
 
+from fxpar.ir.grad_flow import owner_of
+from fxpar.ir.operators import dual
+from fxpar.ir.program import Property, TensorType, note, operands, output_layouts, output_types
+from fxpar.ir.stages import is_received
+from fxpar.ir.step import BACKWARD, PARAMETER
 from fxpar.layout.layout import Layout
 from fxpar.ops.coercion_lowering import (
     as_it_is,
@@ -48,12 +53,6 @@ from fxpar.ops.coercion_lowering import (
     traffic,
 )
 from fxpar.ops.operator import Gradients, Operator, Reverse
-from fxpar.program.parameter_flow import owner_of
-from fxpar.program.placements import dual
-from fxpar.program.program import TensorType, note, operands, output_layouts, output_types
-from fxpar.program.properties import Property
-from fxpar.program.stages import is_received
-from fxpar.program.step import BACKWARD, PARAMETER
 
 # ---------------------------------------------------------------------- derivatives
 

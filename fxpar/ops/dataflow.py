@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.ir.grad_flow import plain
+from fxpar.ir.operators import GraphOperator, in_backward
+from fxpar.ir.program import Program, ScalarType, note, operands, output_layouts
 from fxpar.layout.layout import Layout
 from fxpar.layout.symbolic_sizes import simplify
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import IN_BACKWARD, all_reduce_coalesced, sum_gradients
-from fxpar.program.operators import GraphOperator
-from fxpar.program.placements import in_backward
-from fxpar.program.program import Program, ScalarType, note, operands, output_layouts
-from fxpar.program.structural_key import plain
 
 aten = torch.ops.aten
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxpar.ir.program import operands, output_layouts
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import LoweredCall, OnShapes, Operator
-from fxpar.program.program import operands, output_layouts
 from fxpar.signatures.op_call import bind_arguments
 
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.ir.program import Note, Program, ScalarType, has_note, module_of, note, operands, set_note
+from fxpar.ir.regions import inlined
 from fxpar.ops.collectives import Group
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import Operator
 from fxpar.ops.skip_padding_rows import leave_unread
-from fxpar.program.program import Note, Program, ScalarType, has_note, module_of, note, operands, set_note
-from fxpar.program.regions import inlined
 
 # Placeholders of the rows that all ranks and those before this one bring.
 ROWS = ("rows_total", "rows_before")

@@ -18,15 +18,15 @@ import torch
 from torch import fx
 
 from fxpar.errors import PassError
+from fxpar.ir.operators import axes_of, inner_view
+from fxpar.ir.program import Program, note, operands, output_layouts
+from fxpar.ir.step import batch_symbol
+from fxpar.ir.symbols import SIZE_FUNCTIONS
 from fxpar.layout.layout import Placement, share_of
 from fxpar.layout.symbolic_sizes import Size, last_operation
-from fxpar.mesh.purpose import Cuts
+from fxpar.mesh.axes import Cuts
 from fxpar.ops.collectives import Group
 from fxpar.ops.counter import IndexCut
-from fxpar.program.batch_dim import batch_symbol
-from fxpar.program.placements import axes_of, inner_view
-from fxpar.program.program import Program, note, operands, output_layouts
-from fxpar.program.symbols import SIZE_FUNCTIONS
 
 
 @dataclass(frozen=True)

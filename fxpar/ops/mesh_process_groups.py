@@ -18,8 +18,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpar.errors import RankError
-from fxpar.mesh.atoms import Groups
-from fxpar.mesh.axes import Axes
+from fxpar.mesh.axes import Axes, Groups
 from fxpar.mesh.mesh import Mesh
 from fxpar.ops.collectives import Group
 

@@ -15,12 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from fxpar.ir.operators import GraphOperator
+from fxpar.ir.program import Note, Property, TensorType, note, output_types, update
 from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.symbolic_sizes import Size
 from fxpar.ops.lowering_context import OnRank
-from fxpar.program.operators import GraphOperator
-from fxpar.program.program import Note, TensorType, note, output_types, update
-from fxpar.program.properties import Property
 from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.rule import Rule
 

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.errors import InputError
+from fxpar.ir.program import Property, note, operands, output_types
 from fxpar.layout.layout import I, Placement, R, V
 from fxpar.ops import counter, dropped, sdpa
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import Gradients, LoweredCall, OnShapes, Operator, Reverse
-from fxpar.program.program import note, operands, output_types
-from fxpar.program.properties import Property
 from fxpar.signatures.engine import seed_signature
 from fxpar.signatures.matmul import attention_labels
 from fxpar.signatures.op_call import OpCall, bind_arguments

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from fxpar.ir.program import TensorType, output_types, tensor_type
 from fxpar.layout.layout import P, Placement, R, shard
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import Gradients, LoweredCall, OnShapes, Operator, Reverse
-from fxpar.program.program import TensorType, output_types, tensor_type
 from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.rule import Labelling, Refusal, Rule, Signature
 

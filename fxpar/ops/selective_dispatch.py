@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.exchange.needed import needs
+from fxpar.ir.operators import axes_of
+from fxpar.ir.program import TensorType, output_types, tensor_type
 from fxpar.layout.layout import Placement, R, shard
 from fxpar.layout.symbolic_sizes import divide, product
 from fxpar.ops import collectives as c
@@ -25,8 +27,6 @@ from fxpar.ops import needed_copies as copies
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import CollectiveSite, Gradients, LoweredCall, OnShapes, Operator, Reverse, Sent
 from fxpar.ops.rank_dim import Demand, Held, demanding
-from fxpar.program.placements import axes_of
-from fxpar.program.program import TensorType, output_types, tensor_type
 from fxpar.signatures.matmul import formula
 from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.rule import Refusal, Rule

@@ -5,7 +5,7 @@ is in `fxpar.ops.alltoallv`.
 
 Terms: *holders* are the axes whose ranks hold different experts; a source has a leading dimension for each axis that
 cuts tokens, and a holder the same ones: index i of a holder's dimension is what rank i received. How many rows that is
-values decide, and it differs by rank: the extent is a counted symbol (`fxpar.program.symbols`).
+values decide, and it differs by rank: the extent is a counted symbol (`fxpar.ir.symbols`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from fxpar.ir.program import TensorType, output_types, tensor_type
 from fxpar.layout.layout import Placement, shard
 from fxpar.layout.symbolic_sizes import product
 from fxpar.ops import alltoallv
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import CollectiveSite, Gradients, LoweredCall, OnShapes, Operator, Reverse, Sent
-from fxpar.program.program import TensorType, output_types, tensor_type
 from fxpar.signatures.engine import seed_signature
 from fxpar.signatures.matmul import formula
 from fxpar.signatures.op_call import OpCall

@@ -1,7 +1,7 @@
 """What one stage of a pipeline sends to the next.
 
 Enters: nothing. Leaves: the record of `fxpar.transfer`. The program of one stage has none: there what is received is an
-input and what is sent an output (`fxpar.program.stages`).
+input and what is sent an output (`fxpar.ir.stages`).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.ir.program import Property, TensorType, operands, output_layouts, output_types
 from fxpar.layout.layout import I, P
 from fxpar.ops import words
 from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Saving
@@ -40,8 +41,6 @@ from fxpar.ops.vocabulary_rules import (
     searched,
     table,
 )
-from fxpar.program.program import TensorType, operands, output_layouts, output_types
-from fxpar.program.properties import Property
 from fxpar.signatures.op_call import bind_arguments
 
 aten = torch.ops.aten

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxpar.ir.operators import axes_of
+from fxpar.ir.program import Property, operands, output_types
 from fxpar.layout.layout import I, Piece, Placement, fits
 from fxpar.ops import words
 from fxpar.ops.lowering_context import OnRank
@@ -30,9 +32,6 @@ from fxpar.ops.vocabulary_rules import (
     searched,
     searched_of_gradient,
 )
-from fxpar.program.placements import axes_of
-from fxpar.program.program import operands, output_types
-from fxpar.program.properties import Property
 from fxpar.signatures.op_call import OpCall, bind_arguments
 from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule
 

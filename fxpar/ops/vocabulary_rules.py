@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import fx
 
+from fxpar.ir.program import operands
 from fxpar.layout.layout import Placement, R
 from fxpar.layout.symbolic_sizes import Size, product, simplify
 from fxpar.ops import words
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import CollectiveSite, LoweredCall, Sent
-from fxpar.program.program import operands
 from fxpar.signatures.op_call import OpCall, bind_arguments
 from fxpar.signatures.rule import Refusal, Rule, Signature
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fxpar.errors import shown
-from fxpar.mesh.purpose import PURPOSES
+from fxpar.mesh.axes import PURPOSES
 
 # What an axis may have of its own.
 _OF_AXES = ("bandwidth", "latency")

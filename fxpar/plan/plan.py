@@ -17,15 +17,26 @@ from typing import Any
 import yaml
 
 from fxpar.errors import PlanError, shorter, shown
+from fxpar.mesh.axes import DENSE, PURPOSES, Cuts
 from fxpar.mesh.mesh import Mesh
-from fxpar.mesh.purpose import DENSE, PURPOSES, Cuts
 from fxpar.plan.cost import Cost
-from fxpar.plan.expert_checks import DISPATCHES, DROP_POLICIES, expert_problems
-from fxpar.plan.graphs import CudaGraphs
-from fxpar.plan.option_checks import by_path, changed, check_known, fault, globs, part
-from fxpar.plan.pipeline_checks import MOST_RANKS, pipeline_problems
-from fxpar.plan.recompute_checks import RECOMPUTES, recompute_problems
-from fxpar.plan.yaml_io import read_mapping
+from fxpar.plan.option_groups import (
+    DISPATCHES,
+    DROP_POLICIES,
+    MOST_RANKS,
+    RECOMPUTES,
+    CudaGraphs,
+    by_path,
+    changed,
+    check_known,
+    expert_problems,
+    fault,
+    globs,
+    part,
+    pipeline_problems,
+    read_mapping,
+    recompute_problems,
+)
 
 SPLITS = ("column", "row", "head", "vocab", "replicate")
 LOSS_REDUCTIONS = ("mean", "token", "local_mean", "sum")

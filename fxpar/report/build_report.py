@@ -19,6 +19,11 @@ from fxpar.analysis.exchanges import Reach, why_not_copied
 from fxpar.analysis.parallel_fraction import split_flops
 from fxpar.analysis.parameter_memory import OPTIMIZERS, OptimizerKind, copy_bytes, held_by, held_bytes, local_elements
 from fxpar.errors import CheckFailed, InputError, shown
+from fxpar.ir.program import Parameter, Program, Property, note, output_layouts, output_types
+from fxpar.ir.regions import inlined
+from fxpar.ir.stages import Stage, is_sent, received_name, stages_of
+from fxpar.ir.step import held_type
+from fxpar.ir.symbols import in_groups_of
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate, parse_size, product, simplify
 from fxpar.manager import PassManager
@@ -26,12 +31,6 @@ from fxpar.ops.lower import Lowered
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.passes.differentiate import differentiable
 from fxpar.passes.training_passes import step_passes
-from fxpar.program.mixed import held_type
-from fxpar.program.program import Parameter, Program, note, output_layouts, output_types
-from fxpar.program.properties import Property
-from fxpar.program.regions import inlined
-from fxpar.program.stages import Stage, is_sent, received_name, stages_of
-from fxpar.program.symbols import in_groups_of
 from fxpar.report.figures import ModelSize, ModuleMemory, Moment, PassLine, RankMemory, Report, Traffic
 from fxpar.report.measure import Kept, Measured, Peak, measure
 from fxpar.report.pipeline_report import joined, most_elements, stage_lines

@@ -11,7 +11,7 @@ from html import escape
 
 from fxpar.report.figures import RankMemory, Report
 from fxpar.report.sections import Section, all_sections
-from fxpar.text.tables import amount
+from fxpar.text.printing import amount
 
 _STYLE = """
 :root { color-scheme: light dark; --back: #ffffff; --card: #f5f6f8; --text: #1c2430; --dim: #647082; --line: #dde1e7;

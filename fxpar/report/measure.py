@@ -28,12 +28,12 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.errors import InputError
+from fxpar.ir.program import Program, ScalarType, has_note, note, output_layouts, tensor_type
+from fxpar.ir.step import RECOMPUTE, output_of, parameter_gradients
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops.lower import Lowered
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program.program import Program, ScalarType, has_note, note, output_layouts, tensor_type
-from fxpar.program.step import RECOMPUTE, output_of, parameter_gradients
 
 _UNCOUNTABLE = (
     DataDependentOutputException,

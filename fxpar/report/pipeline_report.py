@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fxpar.analysis.balance import in_flight, stage_shares
+from fxpar.ir.program import Program
 from fxpar.layout.symbolic_sizes import parse_size, simplify
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program
 from fxpar.report.figures import ModuleMemory, RankMemory, Report, StageLine, Traffic
 
 _SUMMED = ("parameters", "whole", "shared", "padding", "copies", "buffers", "gradients", "optimizer")

@@ -9,14 +9,14 @@ import torch
 
 from fxpar.analysis.flops import uncounted
 from fxpar.analysis.parameter_memory import local_elements
-from fxpar.choice.layout_explanation import CHEAPEST, ONLY
+from fxpar.ir.program import Program, note, operands, output_layouts, output_types
 from fxpar.layout.symbolic_sizes import Size, names
-from fxpar.mesh.purpose import Cuts
+from fxpar.mesh.axes import Cuts
 from fxpar.ops import Operator, alike
-from fxpar.program.program import Program, note, operands, output_layouts, output_types
 from fxpar.report.figures import Whole
 from fxpar.rules import call_of, key_of
 from fxpar.rules.batchwise_ops import RowWise, lacks_rule
+from fxpar.sharding.layout_explanation import CHEAPEST, ONLY
 
 aten = torch.ops.aten
 _SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default})

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from fxpar.report.sections import Section
-from fxpar.text.tables import table
+from fxpar.text.printing import table
 
 
 def as_group(sections: Sequence[Section]) -> Group:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.report.figures import ModuleMemory, Moment, RankMemory, Report
-from fxpar.text.tables import amount
+from fxpar.text.printing import amount
 
 _NUMBER = re.compile(r"\d+")
 _FEW = 4

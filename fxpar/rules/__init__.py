@@ -1,4 +1,4 @@
-"""For each operation, its legal layouts: checked by brute force (`fxpar.oracle.check`)."""
+"""For each operation, its legal layouts: checked by brute force (`fxpar.testing.check`)."""
 
 from fxpar.rules.table import inferred, key_of, register_rule, rule_for, rule_of, rules, seeded, unregister_rule
 from fxpar.signatures.engine import infer, partial_signatures, seed_signature

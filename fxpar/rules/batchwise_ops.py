@@ -15,10 +15,10 @@ from fnmatch import fnmatchcase
 from torch import fx
 
 from fxpar.errors import PlanError
+from fxpar.ir.program import Program, operands, output_types
 from fxpar.layout.symbolic_sizes import Size
 from fxpar.ops import Operator
 from fxpar.ops.functions import function
-from fxpar.program.program import Program, operands, output_types
 from fxpar.rules.table import key_of, rule_of
 from fxpar.signatures.op_call import call_of
 

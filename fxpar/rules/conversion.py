@@ -18,12 +18,12 @@ from typing import NoReturn
 from torch import fx
 
 from fxpar.errors import LayoutError
+from fxpar.ir.operators import axes_of, canonical_placement, held_fraction, misnamed, pending
+from fxpar.ir.program import describe, note, operands, output_layouts, output_types
 from fxpar.layout.layout import I, Layout, Placement, R
 from fxpar.layout.nesting import innermost, joined_cut, misfit, spelled
 from fxpar.ops.coercion_table import COERCION_OF, Coercion, coercion, gradient_coercion
 from fxpar.plan.cost import Cost
-from fxpar.program.placements import axes_of, canonical_placement, held_fraction, misnamed, pending
-from fxpar.program.program import describe, note, operands, output_layouts, output_types
 
 
 def fail(node: fx.Node, axis: str, reason: str, remedy: str = "") -> NoReturn:

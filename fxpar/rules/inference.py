@@ -18,15 +18,15 @@ from typing import Any
 from torch import fx
 
 from fxpar.errors import LayoutError
+from fxpar.ir.operators import axes_of, canonical_placement, in_backward, pending
+from fxpar.ir.program import Program, operands, output_layouts, output_types
+from fxpar.ir.step import is_forward
 from fxpar.layout.layout import Layout, Placement, R, V, fits, shard
 from fxpar.layout.nesting import common_order, listed, misfit, spelled
 from fxpar.ops import alike
 from fxpar.ops.coercion_table import COERCION_OF, Coercion, coercion
 from fxpar.ops.coercions import all_reduce_coalesced, sum_gradients
 from fxpar.ops.random import axis_index
-from fxpar.program.placements import axes_of, canonical_placement, in_backward, pending
-from fxpar.program.program import Program, operands, output_layouts, output_types
-from fxpar.program.step import is_forward
 from fxpar.rules.batchwise_ops import RowWise
 from fxpar.rules.conversion import bucketed, coalesced, coerced, fail
 from fxpar.rules.local import peeled_call, whole_call
@@ -83,7 +83,7 @@ def context_of(
 
     Args:
         layouts: of each operand's tensors.
-        flags: as of `fxpar.program.grad_flow.carried`.
+        flags: as of `fxpar.ir.grad_flow.carried`.
         row_wise: which operators the plan declares row-wise.
         answers: of the nodes before it.
     """

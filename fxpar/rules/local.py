@@ -13,11 +13,11 @@ from dataclasses import replace
 
 import torch
 
+from fxpar.ir.program import TensorType
 from fxpar.layout.layout import Layout, Piece, Placement
 from fxpar.layout.nesting import local_size, peel, seen_by
-from fxpar.layout.slices import local_bounds
+from fxpar.layout.shards import local_bounds
 from fxpar.layout.symbolic_sizes import Size
-from fxpar.program.program import TensorType
 from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.rule import Refusal
 

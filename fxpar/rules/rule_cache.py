@@ -10,9 +10,9 @@ from collections.abc import Hashable
 
 from torch import fx
 
+from fxpar.ir.grad_flow import plain
+from fxpar.ir.program import has_note, note, output_types
 from fxpar.layout.layout import Layout
-from fxpar.program.program import has_note, note, output_types
-from fxpar.program.structural_key import plain
 from fxpar.signatures.op_call import decides
 
 # Layouts of outputs, by question and what the operands are.

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from fxpar.errors import InputError, shown
+from fxpar.ir.operators import GraphOperator
 from fxpar.layout.layout import Placement
 from fxpar.ops import COMPOSITE_OF, OPERATORS, Operator
-from fxpar.program.operators import GraphOperator
 from fxpar.signatures.along import along_rules
 from fxpar.signatures.autograd_functions import nonlinearity
 from fxpar.signatures.batchwise_rule import ROW_WISE

@@ -16,16 +16,15 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from fxpar.capture import CallSpec
-from fxpar.capture.step_count import with_step_count
+from fxpar.capture.capture import CallSpec, with_step_count
 from fxpar.capture.trace import signature_of
 from fxpar.errors import InputError
+from fxpar.ir.program import Input, Program, output_layouts
+from fxpar.ir.step import batch_rows, batch_size
 from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program.batch_dim import batch_rows, batch_size
-from fxpar.program.program import Input, Program, output_layouts
 
 # What transformers calls a cache, and the flag that asks for one.
 _CACHES = ("past_key_values", "past_key_value", "cache_params", "use_cache")

@@ -11,9 +11,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from fxpar.ir.step import is_excess
 from fxpar.ops.collectives import max_over
 from fxpar.plan.plan import Plan
-from fxpar.program.expert_load_outputs import is_excess
 from fxpar.runtime.deferred_grad_sync import Finish
 from fxpar.runtime.world import World
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fxpar.ir.program import Program
+from fxpar.ir.step import buffer_of, is_buffer
 from fxpar.ops.mesh_process_groups import process_group
-from fxpar.program.buffer_outputs import buffer_of, is_buffer
-from fxpar.program.program import Program
 from fxpar.runtime.world import World
 from fxpar.state.sharded_parameter import leaf_of
 

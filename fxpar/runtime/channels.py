@@ -19,9 +19,9 @@ from torch import Tensor
 
 from fxpar.ops.collectives import Group
 from fxpar.ops.mesh_process_groups import hold, process_group, refuse_group
+from fxpar.pipeline.compiler.schedules import Schedule
+from fxpar.pipeline.compiler.simulation import Kind, Message
 from fxpar.runtime.world import World
-from fxpar.schedule.messages import Kind, Message
-from fxpar.schedule.pipeline_schedule import Schedule
 
 # Of the ranks of a pipeline, whether the sender stands before the receiver.
 _Way = tuple[Kind, bool]

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxpar.program.program import has_note, note
-from fxpar.program.step import WEIGHT
+from fxpar.ir.program import has_note, note
+from fxpar.ir.step import WEIGHT
 from fxpar.runtime.recompute_copies import computing_again
 from fxpar.runtime.segments import Segment, Unit, is_number, segments
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
+from fxpar.ir.step import BACKWARD, PARAMETER, WEIGHT
 from fxpar.layout.symbolic_sizes import Size
 from fxpar.plan.plan import Plan
-from fxpar.program.step import BACKWARD, PARAMETER, WEIGHT
 from fxpar.runtime.calls import ForwardCalls, StepCalls, UnitCall, Values, size_name
 from fxpar.runtime.compile_units import StepUnits, units_of
 from fxpar.runtime.inductor import Boxed, Inductor, Pair

@@ -14,17 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.errors import InputError
+from fxpar.ir.program import Program, TensorType, note, output_layouts
+from fxpar.ir.stages import Stage, received_name
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops.mesh_process_groups import process_group
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program.program import Program, TensorType, note, output_layouts
-from fxpar.program.stages import Stage, received_name
+from fxpar.pipeline.compiler.simulation import Kind, Message
 from fxpar.runtime.channels import Channels
 from fxpar.runtime.programs import BoundBatch
 from fxpar.runtime.rank_consensus import is_lost
 from fxpar.runtime.world import World
-from fxpar.schedule.messages import Kind, Message
 
 
 class Evaluation:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from fxpar.errors import InputError
-from fxpar.passes.reduction import COUNT
-from fxpar.program.buffer_outputs import is_buffer
-from fxpar.program.expert_load_outputs import is_counted
+from fxpar.ir.step import is_buffer, is_counted
+from fxpar.rewrite.loss_reduction import COUNT
 from fxpar.runtime import batch as calls
 from fxpar.runtime.inputs import Inputs, Shapes
 from fxpar.runtime.microbatches import Microbatch, MicrobatchResult, weight

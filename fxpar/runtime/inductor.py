@@ -28,12 +28,12 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxpar.ir.program import output_node
 from fxpar.ops import (
     dropped,
     products,  # noqa: F401 - defines the operator
 )
 from fxpar.plan.plan import Plan
-from fxpar.program.program import output_node
 from fxpar.runtime.allreduce_epilogue_fusion import sums_in_rows
 from fxpar.runtime.graphs.standin import opaque
 from fxpar.runtime.inductor_choices import Heuristics

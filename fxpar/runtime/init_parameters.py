@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fxpar.program.mixed import is_mixed, main_dtype
+from fxpar.ir.step import is_mixed, main_dtype
 from fxpar.runtime.master_weights import MainParameter
 from fxpar.runtime.meta_model import attach
 from fxpar.runtime.parameters import Elsewhere, WholeParameter

@@ -21,8 +21,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fxpar.errors import InputError
+from fxpar.mesh.axes import DENSE, PURPOSES, Cuts
 from fxpar.mesh.mesh import Mesh
-from fxpar.mesh.purpose import DENSE, PURPOSES, Cuts
 from fxpar.ops.collectives import Group
 from fxpar.ops.mesh_process_groups import process_group
 from fxpar.runtime import batch as calls

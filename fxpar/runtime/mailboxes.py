@@ -24,12 +24,12 @@ from fxpar.exchange import symmetric_buffer
 from fxpar.exchange.cpu_symmetric_buffer import HostMailbox, machine
 from fxpar.exchange.streams import current_stream
 from fxpar.exchange.watch import Watchdog, end_process
-from fxpar.mesh.purpose import joined_names
+from fxpar.ir.program import Program, has_note, note
+from fxpar.ir.regions import inlined
+from fxpar.mesh.axes import joined_names
 from fxpar.ops.collectives import Group
 from fxpar.ops.mesh_process_groups import process_group
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, has_note, note
-from fxpar.program.regions import inlined
 from fxpar.runtime.world import World
 
 # Measured on four H200.

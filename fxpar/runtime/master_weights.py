@@ -1,4 +1,4 @@
-"""Mixed precision at run time: float32 main values and the copies that programs run on (`fxpar.program.mixed`).
+"""Mixed precision at run time: float32 main values and the copies that programs run on (`fxpar.ir.step`).
 
 Enters: a module's parameters. Leaves: their copies in the programs' type, cast when the values may have changed.
 

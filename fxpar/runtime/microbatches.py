@@ -66,7 +66,7 @@ class MicrobatchResult:
         loss: of it.
         ran: what it left of gradients.
         counted: what counted in its loss, where microbatches are weighed by that.
-        rows: of its experts, and those without a place, by name of the output (`fxpar.program.expert_load_outputs`).
+        rows: of its experts, and those without a place, by name of the output (`fxpar.ir.step`).
     """
 
     loss: Tensor

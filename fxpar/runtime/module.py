@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.errors import InputError, shown
+from fxpar.ir.program import PRECISION_DTYPES, Program
+from fxpar.ir.step import is_mixed, main_dtype
 from fxpar.layout.layout import Layout
 from fxpar.manager import Pass
 from fxpar.plan.plan import Plan
-from fxpar.program.dtypes import PRECISION_DTYPES
-from fxpar.program.mixed import is_mixed, main_dtype
-from fxpar.program.program import Program
 from fxpar.report import Report, make_report
 from fxpar.runtime import batch as calls
 from fxpar.runtime.budget import Budget

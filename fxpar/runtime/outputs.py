@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fxpar.errors import InputError
+from fxpar.ir.program import TensorType, note, output_layouts
 from fxpar.layout.layout import Layout, Placement, R, shard
 from fxpar.layout.nesting import seen_by
 from fxpar.layout.shards import without_padding
 from fxpar.layout.symbolic_sizes import Size, evaluate
-from fxpar.mesh.purpose import PURPOSES, Cuts
+from fxpar.mesh.axes import PURPOSES, Cuts
 from fxpar.ops.collectives import Cut, Group, gather_whole, take_own
-from fxpar.program.program import TensorType, note, output_layouts
 from fxpar.runtime.inputs import data_part
 from fxpar.runtime.programs import BoundBatch
 from fxpar.runtime.world import World

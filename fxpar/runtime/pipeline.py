@@ -15,13 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.errors import InputError
+from fxpar.ir.program import Program, tensor_type
+from fxpar.ir.stages import Stage, holders, received_name
+from fxpar.ir.step import buffer_name, is_buffer, written
 from fxpar.ops.mesh_process_groups import process_group
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.passes.reduction import COUNT
+from fxpar.pipeline.compiler.schedules import Action, Phase, Schedule
+from fxpar.pipeline.compiler.simulation import Kind, received, sent
 from fxpar.plan.plan import Plan
-from fxpar.program.buffer_outputs import buffer_name, is_buffer, written
-from fxpar.program.program import Program, tensor_type
-from fxpar.program.stages import Stage, holders, received_name
+from fxpar.rewrite.loss_reduction import COUNT
 from fxpar.runtime.buffer_updates import Written
 from fxpar.runtime.channels import Channels
 from fxpar.runtime.deferred_grad_sync import Waiting
@@ -34,9 +36,6 @@ from fxpar.runtime.stage_assignment import schedule_of
 from fxpar.runtime.steps import FinishedForward, Steps
 from fxpar.runtime.tied_stage_params import TiedStageParams
 from fxpar.runtime.world import World
-from fxpar.schedule.actions import Action, Phase
-from fxpar.schedule.messages import Kind, received, sent
-from fxpar.schedule.pipeline_schedule import Schedule
 
 # With which the backward of a microbatch ends.
 _LAST = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)

@@ -16,25 +16,24 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from fxpar.capture import Captured, arguments
-from fxpar.capture.precision import cast_inputs, in_precision, input_dtype
+from fxpar.capture.capture import Captured, arguments
+from fxpar.capture.prepared_model import cast_inputs, in_precision, input_dtype
 from fxpar.compile import compile_model, compile_program
 from fxpar.errors import FxparError, InputError
+from fxpar.ir.program import PRECISION_DTYPES, Program, TensorType, note, output_layouts
+from fxpar.ir.stages import holders
+from fxpar.ir.step import batch_symbol
 from fxpar.layout.layout import Layout
 from fxpar.layout.symbolic_sizes import names
 from fxpar.manager import Pass
-from fxpar.mesh.purpose import Cuts, axis_that
+from fxpar.mesh.axes import Cuts, axis_that
 from fxpar.ops.lower import Lowered
 from fxpar.passes import insert_collectives
 from fxpar.passes.annotate import annotate, keeping
+from fxpar.passes.differentiate import is_differentiable
 from fxpar.passes.divide_batch import of_all_ranks
 from fxpar.passes.partition_stages import holding, partition_stages
-from fxpar.passes.sizes_needed import is_differentiable
 from fxpar.plan.plan import Plan
-from fxpar.program.batch_dim import batch_symbol
-from fxpar.program.dtypes import PRECISION_DTYPES
-from fxpar.program.program import Program, TensorType, note, output_layouts
-from fxpar.program.stages import holders
 from fxpar.runtime import batch as calls
 from fxpar.runtime import variable_batches
 from fxpar.runtime.graphs.graph_cache import Graphs

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from fxpar.program.program import TensorType, has_note, note
+from fxpar.ir.program import TensorType, has_note, note
 from fxpar.runtime.segments import Segment, is_number
 
 

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.errors import InputError
+from fxpar.ir.program import Parameter
+from fxpar.ir.step import is_buffer, is_copy, is_counted, written
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.passes.reduction import COUNT
-from fxpar.program.buffer_outputs import is_buffer, written
-from fxpar.program.expert_load_outputs import is_counted
-from fxpar.program.mixed import is_copy
-from fxpar.program.program import Parameter
+from fxpar.rewrite.loss_reduction import COUNT
 from fxpar.runtime.buffer_updates import Written
 from fxpar.runtime.deferred_grad_sync import Waiting
 from fxpar.runtime.evaluation import Evaluation

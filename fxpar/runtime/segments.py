@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxpar.ir.program import ScalarType, has_note, note
+from fxpar.ir.step import BACKWARD, PARAMETER
 from fxpar.ops.lowering_context import Identity
-from fxpar.program.program import ScalarType, has_note, note
-from fxpar.program.step import BACKWARD, PARAMETER
 
 
 @dataclass(frozen=True, eq=False)

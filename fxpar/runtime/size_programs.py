@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fxpar.errors import InputError
+from fxpar.ir.program import Input, Program
 from fxpar.layout.symbolic_sizes import shape_text
-from fxpar.program.program import Input, Program
 from fxpar.runtime import batch as calls
 
 if TYPE_CHECKING:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from fxpar.errors import ScheduleError
+from fxpar.pipeline.compiler.builtin_schedules import SCHEDULES, build_schedule
+from fxpar.pipeline.compiler.schedules import Schedule, read_schedule
+from fxpar.pipeline.compiler.simulation import verified
 from fxpar.plan.plan import Plan
-from fxpar.schedule.builtin_schedules import SCHEDULES, build_schedule
-from fxpar.schedule.pipeline_schedule import Schedule
-from fxpar.schedule.text import read_schedule
-from fxpar.schedule.verified import verified
 
 
 def schedule_of(plan: Plan, microbatches: int) -> Schedule:

@@ -16,8 +16,8 @@ from typing import Any
 from torch import fx, nn
 from torch.fx.graph import CodeGen
 
-from fxpar.program.program import Program, ScalarType, has_note, note
-from fxpar.program.step import PHASES, RECOMPUTE
+from fxpar.ir.program import Program, ScalarType, has_note, note
+from fxpar.ir.step import PHASES, RECOMPUTE
 
 
 class Emptying(CodeGen):

@@ -15,16 +15,15 @@ from torch import Tensor, fx
 
 from fxpar.compile import compile_step, lower_program, outlined
 from fxpar.errors import InputError
+from fxpar.ir.program import Program, describe, note, output_layouts, output_node
+from fxpar.ir.stages import Stage, stages_of
+from fxpar.ir.step import is_gradient, is_input_gradient, output_of, parameter_gradients, written
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import Size
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import ROWS, Lowered
 from fxpar.passes.differentiate import differentiable
 from fxpar.plan.plan import Plan
-from fxpar.program.buffer_outputs import written
-from fxpar.program.program import Program, describe, note, output_layouts, output_node
-from fxpar.program.stages import Stage, stages_of
-from fxpar.program.step import is_gradient, is_input_gradient, output_of, parameter_gradients
 from fxpar.runtime.batch import user_inputs
 from fxpar.runtime.calls import ForwardCalls, GradientSink, Runnable, StepCalls, Values, eager_calls, part_call
 from fxpar.runtime.graphs.graph_cache import Graphs

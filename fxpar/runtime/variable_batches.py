@@ -20,23 +20,15 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from fxpar.errors import InputError
+from fxpar.ir.operators import axes_of
+from fxpar.ir.program import Program, ScalarType, describe, note, operands, output_layouts, output_types
+from fxpar.ir.step import batch_rows, batch_symbol
 from fxpar.layout.layout import Layout
 from fxpar.layout.symbolic_sizes import names
-from fxpar.mesh.purpose import Cuts
+from fxpar.mesh.axes import Cuts
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.vocabulary import embedding
-from fxpar.passes.means import CLASS_LOSSES
-from fxpar.program.batch_dim import batch_rows, batch_symbol
-from fxpar.program.placements import axes_of
-from fxpar.program.program import (
-    Program,
-    ScalarType,
-    describe,
-    note,
-    operands,
-    output_layouts,
-    output_types,
-)
+from fxpar.rewrite.means import CLASS_LOSSES
 from fxpar.rules import bind_arguments, rule_of
 from fxpar.runtime import batch as calls
 from fxpar.runtime.inputs import Shapes, data_part

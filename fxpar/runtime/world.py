@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpar.errors import PlanError, RankError
+from fxpar.mesh.axes import PURPOSES, Cuts, joined_names
 from fxpar.mesh.mesh import Mesh
-from fxpar.mesh.purpose import PURPOSES, Cuts, joined_names
 from fxpar.ops.collectives import Group
 from fxpar.ops.mesh_process_groups import close_abandoned, create_groups, hold, process_group, refuse_group
 from fxpar.plan.plan import Plan

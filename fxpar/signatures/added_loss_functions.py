@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.errors import PlanError
+from fxpar.ir.program import Program, describe, operands, tensor_type
 from fxpar.layout.symbolic_sizes import evaluate, names
-from fxpar.program.program import Program, describe, operands, tensor_type
 from fxpar.signatures.autograd_functions import resolve_function
 
 _FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError, KeyError)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fxpar.layout.layout import Placement
-from fxpar.layout.shard_segments import through_view
+from fxpar.layout.nesting import through_view
 from fxpar.layout.symbolic_sizes import Size
 from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import broadcast

@@ -30,9 +30,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from fxpar.errors import InputError
+from fxpar.ir.program import Note, TensorType, ValueType, operands, set_note
 from fxpar.layout.layout import P, Placement, R
 from fxpar.layout.symbolic_sizes import evaluate, names
-from fxpar.program.program import Note, TensorType, ValueType, operands, set_note
 from fxpar.signatures.engine import infer
 from fxpar.signatures.op_call import OpCall, call_of
 from fxpar.signatures.rule import Refusal, Rule

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fxpar.ir.program import TensorType
 from fxpar.layout.layout import Placement, R, shard
 from fxpar.layout.symbolic_sizes import Size, divide, names
-from fxpar.program.program import TensorType
 from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.rule import Refusal, Rule, Signature
 

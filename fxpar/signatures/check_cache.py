@@ -17,10 +17,9 @@ from typing import Any
 
 from torch import fx
 
-from fxpar.program.grad_flow import carried
-from fxpar.program.program import Note, Program, TensorType, note, operands, output_node
-from fxpar.program.step import RECOMPUTE
-from fxpar.program.structural_key import plain
+from fxpar.ir.grad_flow import carried, plain
+from fxpar.ir.program import Note, Program, TensorType, note, operands, output_node
+from fxpar.ir.step import RECOMPUTE
 from fxpar.signatures.op_call import decides
 
 # Kind of node, operator, arguments with the names of nodes, and note.
@@ -73,7 +72,7 @@ class Facts:
             node's own type, layout, needs, phase and stages are equal.
         values: equal where types and layouts are.
         reads: the nodes among the arguments, each as often as it is there.
-        operands: as `fxpar.program.program.operands`.
+        operands: as `fxpar.ir.program.operands`.
         carries: `flags`, once they were asked for.
     """
 
@@ -90,7 +89,7 @@ class Facts:
 
     @property
     def flags(self) -> dict[fx.Node, tuple[bool, ...]]:
-        """As `fxpar.program.grad_flow.carried`."""
+        """As `fxpar.ir.grad_flow.carried`."""
         if not self.carries:
             self.carries.append(carried(self.program, self.operands))
         return self.carries[0]

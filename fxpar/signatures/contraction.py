@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fxpar.ir.program import TensorType
 from fxpar.layout.symbolic_sizes import Size
-from fxpar.program.program import TensorType
 from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import broadcast
 from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule

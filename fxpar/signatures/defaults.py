@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.program.program import tensor_type
+from fxpar.ir.program import tensor_type
 
 aten = torch.ops.aten
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fxpar.ir.program import TensorType
 from fxpar.layout.layout import I, P, Piece, Placement, R, fits
 from fxpar.layout.symbolic_sizes import Size, divide
-from fxpar.program.program import TensorType
 from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.rule import Labels, Refusal, Rule, Signature
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.ir.operators import GraphOperator
+from fxpar.ir.program import ScalarType, TensorType, has_note, note, output_types
 from fxpar.layout.symbolic_sizes import Size
-from fxpar.program.operators import GraphOperator
-from fxpar.program.program import ScalarType, TensorType, has_note, note, output_types
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ from dataclasses import replace
 import torch
 
 from fxpar.layout.layout import P, Piece, Placement, R
-from fxpar.layout.nesting import local_size
-from fxpar.layout.shard_segments import pieces_of, through_view
-from fxpar.layout.slices import slice_pieces, strided_pieces
+from fxpar.layout.nesting import local_size, pieces_of, through_view
+from fxpar.layout.shards import slice_pieces, strided_pieces
 from fxpar.layout.symbolic_sizes import Size, divide, sign, simplify
 from fxpar.signatures.engine import seed_signature, transfer
 from fxpar.signatures.op_call import OpCall

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fxpar.errors import CheckpointError
-from fxpar.program.dtypes import DTYPE_NAMES, DTYPES
+from fxpar.ir.program import DTYPE_NAMES, DTYPES
 
 _TAGS = ("tuple", "float", "items", "counter", "scalar")
 

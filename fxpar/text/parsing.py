@@ -3,7 +3,7 @@
 Enters: text as `fxpar.text.printing.print_program` wrote it, possibly edited by hand. Leaves: a `Program` with an empty
 history, or one `TextError` that names the line.
 
-The line of a node is read from left to right: its head, and (`fxpar.text.parse_note`) its type with layouts, its
+The line of a node is read from left to right: its head, and (`fxpar.text.parsing`) its type with layouts, its
 attributes and its comment. None of these contains the sign that ends it (`{` and `#` for the type) outside of quotes.
 """
 
@@ -21,14 +21,26 @@ import torch
 from torch import fx
 
 from fxpar.errors import TextError
-from fxpar.layout.symbolic_sizes import parse_size
+from fxpar.ir.operators import axes_of
+from fxpar.ir.program import (
+    Input,
+    Note,
+    Parameter,
+    Program,
+    TensorType,
+    ValueType,
+    operands,
+    output_layouts,
+    output_types,
+    set_note,
+)
+from fxpar.ir.regions import Region, call_region
+from fxpar.ir.symbols import RELATIONS, Condition, Counted, Symbol
+from fxpar.layout.nesting import seen_by
+from fxpar.layout.symbolic_sizes import parse_size, product
 from fxpar.ops import OPERATORS, Operator
-from fxpar.program.program import Input, Parameter, Program, TensorType, ValueType, set_note
-from fxpar.program.regions import Region, call_region
-from fxpar.program.symbols import RELATIONS, Condition, Counted, Symbol
-from fxpar.text.parse_note import read_end, read_note
-from fxpar.text.parse_placeholder import Owned, constant, read_owned
-from fxpar.text.printing import NO_LOSS, VERSION, has_scalar
+from fxpar.ops.coercion_table import COERCION_OF
+from fxpar.text.printing import NO_LOSS, VERSION, has_scalar, need_shapes
 from fxpar.text.scanning import (
     IDENTIFIER,
     INTEGER,
@@ -37,11 +49,171 @@ from fxpar.text.scanning import (
     check_axis,
     check_call,
     fail,
+    parse_layout,
     parse_plan,
+    parse_type,
     parse_value,
+    placement,
     resolve,
+    split,
     unquote,
 )
+
+# The heads of placeholders in a program's text: inputs, and what the program owns.
+
+
+@dataclass(frozen=True)
+class Owned:
+    """The head of a placeholder: kind and name of an input, parameter, buffer or constant, and what it says of it."""
+
+    kind: str
+    path: str
+    frozen: bool
+    tied: tuple[str, ...]
+    values: list[Any] | None
+    carries: bool
+    left_out: bool
+
+
+def read_owned(scanner: Scanner, kind: str) -> Owned:
+    """The head behind its opening bracket.
+
+    Args:
+        kind: input, parameter, buffer or constant.
+    """
+    path, frozen, carries, left_out = scanner.string(), False, False, False
+    tied: list[str] = []
+    values: list[Any] | None = None
+    scanner.expect("]")
+    if scanner.take("("):
+        for _ in scanner.items(")"):
+            if scanner.take("tied="):
+                tied.append(scanner.string())
+            elif scanner.take("frozen"):
+                frozen = True
+            elif scanner.take("gradient"):
+                carries = True
+            elif scanner.take("left_out"):
+                left_out = True
+            else:
+                values = parse_value(scanner, {})
+    if (frozen and kind != "parameter") or (tied and kind == "input"):
+        fail(f"the {kind} {path} is frozen or tied", "mark only parameters as frozen, and tie no input")
+    if left_out and (kind != "parameter" or frozen):
+        fail(f"the {kind} {path} is left out of the gradients", "mark trainable parameters alone")
+    if carries and kind != "input":
+        fail(f"the {kind} {path} is marked as having a gradient", "mark inputs alone: parameters have one")
+    if (values is not None) != (kind == "constant") or not isinstance(values, list | None):
+        fail(f"the {kind} {path} has no list of values or has one too many", 'write constant["name"]([1, 2])')
+    return Owned(kind, path, frozen, tuple(tied), values, carries, left_out)
+
+
+def constant(values: list[Any], kind: TensorType) -> torch.Tensor:
+    """The tensor of a constant from its flat list."""
+    shape = [size for size in kind.shape if isinstance(size, int)]
+    if len(shape) != len(kind.shape) or product(shape) != len(values):
+        fail(f"{len(values)} values do not fill {kind}", "write one value for each element")
+    allowed = (bool,) if kind.dtype is torch.bool else (int, float) if kind.is_float else (int,)
+    if kind.dtype.is_complex or not all(type(value) in allowed for value in values):
+        fail(f"the values are not of the type {kind}", f"write {' or '.join(a.__name__ for a in allowed)} values")
+    if not kind.is_float and kind.dtype is not torch.bool:
+        limits = torch.iinfo(kind.dtype)
+        if not all(limits.min <= value <= limits.max for value in values):
+            fail(f"a value does not fit into {kind}", f"stay within [{limits.min}, {limits.max}]")
+    try:
+        return torch.tensor(values, dtype=kind.dtype).reshape(shape)
+    except (OverflowError, RuntimeError):
+        fail(f"the values do not fit into {kind}", "write smaller numbers or sizes")
+
+
+# What stands behind the head of a node in a program's text: its type with layouts, its attributes and its comment.
+
+_TYPE = re.compile(r' : ([^{#"]*)')
+_BRACE = re.compile(r"\s*\{")
+_ATTRIBUTE = re.compile(
+    rf'(needs)=([^"{{}}]*?)(?=, \w+=|}})|(role|origin|uncaptured)=({STRING})|(random|recompute|buffer)=({INTEGER})'
+    rf"|(phase)=(backward|weight|parameter)|(region)=({IDENTIFIER})|(stage)=(\d{{1,4}}(?:\+\d{{1,4}})*)|(one_shot)=true"
+)
+_COMMENT = re.compile(rf"\s*(?:#\s*(?:({STRING}|[^\s\"]\S*)(?:\s+({STRING}|[^\s\"].*))?)?)?$")
+_AXIS = re.compile(rf"({IDENTIFIER}):(.*)")
+
+
+def read_note(scanner: Scanner, node: fx.Node, axes: Mapping[str, int]) -> Note:
+    """Type, layouts, attributes and comment: the rest of a node's line.
+
+    Args:
+        axes: sizes of the plan's mesh axes.
+    """
+    fields: dict[str, Any] = {}
+    if match := scanner.match(_TYPE):
+        fields["type"], fields["layout"] = parse_type(_without_source(node, match[1].strip(), axes), axes)
+    if scanner.match(_BRACE):
+        for _ in scanner.items("}"):
+            key, value = _attribute(scanner, node, axes)
+            if key in fields:
+                fail(f"the attribute {key} stands twice", "keep one")
+            fields[key] = value
+    comment = read_end(scanner)
+    fqn, source = comment[1] or "-", comment[2] or ""
+    return Note(**fields, fqn="" if fqn == "-" else unquote(fqn), source=unquote(source))
+
+
+def read_end(scanner: Scanner) -> re.Match[str]:
+    """The comment that ends a line, which may be empty."""
+    ahead = scanner.text[scanner.at : scanner.at + 20]
+    return scanner.match(_COMMENT) or fail(f"{ahead!r} is not expected here", "check brackets, commas and ' : '")
+
+
+def _attribute(scanner: Scanner, node: fx.Node, axes: Mapping[str, int]) -> tuple[str, Any]:
+    match = scanner.match(_ATTRIBUTE)
+    if match is None:
+        ahead = scanner.text[scanner.at : scanner.at + 20]
+        fail(
+            f"{ahead!r} starts no attribute",
+            'write needs=, role="…", origin="…", random=, recompute=, buffer=, one_shot=true, phase=, region=, stage='
+            " or uncaptured=",
+        )
+    if match[3]:
+        return match[3], unquote(match[4])
+    if match[5]:
+        return match[5], int(match[6])
+    if match[7] or match[9]:
+        return match[7] or match[9], match[8] or match[10]
+    if match[11]:
+        return "stages", tuple(map(int, match[12].split("+")))
+    if match[13]:
+        return match[13], True
+    parts, shapes = split(match[2], ";"), need_shapes(node)
+    if len(parts) != len(shapes):
+        fail(f"needs has {len(parts)} layouts for {len(shapes)} operands", "write one for each, separated by ';'")
+    return "needs", tuple(parse_layout(p, s, axes) for p, s in zip(parts, shapes, strict=True))
+
+
+def _without_source(node: fx.Node, text: str, axes: Mapping[str, int]) -> str:
+    """The type text of a coercion without its `P→`, which must be what its operand is."""
+    coercion = node.target in COERCION_OF
+    coerced = operands(node) if coercion else []
+    if coercion and [len(output_types(operand)) for operand in coerced] != [1]:
+        fail("a coercion needs one tensor", "pass it one %name of a tensor")
+    tokens = split(text, " ")
+    for i, token in enumerate(tokens):
+        if "→" not in token:
+            continue
+        match = _AXIS.fullmatch(token)
+        if not coercion or match is None or match[1] not in axes_of(node):
+            fail(f"an arrow stands in '{token}'", "write arrows only for a coercion, on its axis")
+        source, _, target = match[2].partition("→")
+        before = {k: v for layout in output_layouts(coerced[0]) for k, v in layout}.get(match[1])
+        shape = output_types(coerced[0])[0].shape
+        seen = seen_by(output_layouts(coerced[0])[0], shape, axes) if output_layouts(coerced[0]) else {}
+        if placement(source, seen.get(match[1], shape)) != before:
+            fail(
+                f"the operand %{coerced[0].name} is {before or 'without layout'} on {match[1]} and not {source}",
+                "write its layout before the arrow, or none",
+            )
+        tokens[i] = f"{match[1]}:{target}"
+    return " ".join(tokens)
+
 
 _WORD = rf'({STRING}|[^\s",=]+)'
 

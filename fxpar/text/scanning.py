@@ -19,13 +19,12 @@ import torch
 from torch import fx
 
 from fxpar.errors import TextError
+from fxpar.ir.operators import GraphOperator
+from fxpar.ir.program import DTYPES, ScalarType, TensorType, ValueType
 from fxpar.layout.layout import Layout, Placement, fits, parse_placement
 from fxpar.layout.nesting import peel
 from fxpar.layout.symbolic_sizes import Size, parse_size, shape_text
 from fxpar.plan.plan import Plan
-from fxpar.program.dtypes import DTYPES
-from fxpar.program.operators import GraphOperator
-from fxpar.program.program import ScalarType, TensorType, ValueType
 from fxpar.text.printing import FUNCTIONS, value_text
 
 IDENTIFIER = r"[A-Za-z_][A-Za-z0-9_]*"

@@ -12,10 +12,10 @@ from fractions import Fraction
 import torch
 from torch import Tensor, fx
 
+from fxpar.ir.program import Program, note, operands, set_note
+from fxpar.ir.step import batch_size
 from fxpar.passes.routed_rows import routed
 from fxpar.plan.plan import Plan
-from fxpar.program.batch_dim import batch_size
-from fxpar.program.program import Program, note, operands, set_note
 
 fxp = torch.ops.fxpar
 

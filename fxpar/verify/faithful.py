@@ -19,11 +19,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxpar.analysis.flops import matmul_flops
-from fxpar.capture import Captured
+from fxpar.capture.capture import Captured
+from fxpar.ir.program import Program
+from fxpar.ir.symbols import with_counted
 from fxpar.layout.symbolic_sizes import evaluate
-from fxpar.program.program import Program
-from fxpar.program.symbols import with_counted
-from fxpar.text.tables import amount
+from fxpar.text.printing import amount
 from fxpar.verify.simulate_ranks import symbol_values
 from fxpar.verify.values import call_inputs, check_capture
 

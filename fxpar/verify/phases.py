@@ -9,25 +9,138 @@ linear in them, and the types say so: on an axis whose ranks are the microbatche
 
 from __future__ import annotations
 
+import itertools
 import operator
 from dataclasses import replace
 from typing import NoReturn
 
 from torch import fx
 
+from fxpar.analysis.buffer_reuse import copyable, handshakes, is_shot, is_sum
 from fxpar.errors import CheckFailed
+from fxpar.exchange.symmetric_buffer import BUFFERS
+from fxpar.ir.program import (
+    Program,
+    Property,
+    ScalarType,
+    TensorType,
+    describe,
+    has_note,
+    note,
+    operands,
+    output_node,
+    output_types,
+)
+from fxpar.ir.step import (
+    BACKWARD,
+    PARAMETER,
+    PHASES,
+    is_forward,
+    is_gradient,
+    is_input_gradient,
+    model_outputs,
+    output_of,
+)
 from fxpar.layout.layout import P, Placement, R
 from fxpar.layout.symbolic_sizes import names
 from fxpar.ops import alike
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import all_reduce_coalesced, sum_gradients
-from fxpar.program.program import Program, ScalarType, TensorType, describe, note, operands, output_node, output_types
-from fxpar.program.properties import Property
-from fxpar.program.step import BACKWARD, PARAMETER, PHASES, is_forward, is_gradient, is_input_gradient, output_of
+from fxpar.ops.dataflow import Expressions
+from fxpar.passes.differentiate import forward_of, of_outputs
 from fxpar.rules.table import inferred
 from fxpar.signatures.check_cache import Facts
 from fxpar.signatures.op_call import call_of
 from fxpar.signatures.rule import Refusal
+
+# The backward of a step: that of its own forward.
+
+
+def check_step(program: Program) -> None:
+    """Compares the gradients with those that differentiating the forward gives.
+
+    Raises:
+        CheckFailed: a gradient is missing, there is one too many, or it is computed in another way.
+        FxparError: the forward cannot be differentiated.
+    """
+    tangents = [output for entry in program.inputs if (output := output_of(entry.path))]
+    trained = [p.fqn for p in program.parameters if p.trainable and not p.left_out]
+    forward = forward_of(program)
+    missing = [name for name in tangents if name not in forward.outputs]
+    if missing:
+        raise CheckFailed("has a tangent and is not returned", where=f"output {missing[0]}")
+    again = of_outputs(tangents, model_outputs(program), trained).run(forward)
+    known = Expressions()
+    actual, expected = known.outputs(program), known.outputs(again)
+    for name in (*expected, *actual):
+        if name not in actual:
+            raise CheckFailed(
+                "is missing, and what is differentiated depends on it",
+                where=f"output {name}",
+                remedy="return it, or write left_out at the parameter",
+            )
+        if name not in expected:
+            raise CheckFailed("is no gradient of what is differentiated", where=f"output {name}", remedy="remove it")
+        if actual[name] != expected[name]:
+            node, other = known.parting(program, again), known.parting(again, program)
+            at = f": {describe(node)} computes what the derivative of the forward does not" if node is not None else ""
+            lacks = f"; it lacks {other.target}" if other is not None else ""
+            raise CheckFailed(
+                f"is not the gradient of the forward{at}{lacks}",
+                where=f"output {name}",
+                remedy="undo the edit of the backward, or run the pass differentiate again",
+            )
+
+
+# The buffers of a step: no rank copies into one that another still reads.
+
+_REMEDY = "give one of them another buffer, or run the pass exchange again"
+
+
+def check_buffers(program: Program) -> None:
+    """Checks all that have a buffer.
+
+    Raises:
+        CheckFailed: what has one cannot be copies, or not in one shot, or in no other way; two uses of one may be under
+            way at once; or one that opens or closes its part of the step has a buffer that another call may use next to
+            it.
+    """
+    for node in (node for node in program.graph.nodes if has_note(node) and note(node).one_shot):
+        if not note(node).buffer or not (is_sum(node) or is_shot(node)):
+            reason = "is one_shot and no sum that has a buffer"
+            raise CheckFailed(reason, where=describe(node), remedy="leave one_shot out")
+    nodes = [node for node in program.graph.nodes if has_note(node) and note(node).buffer]
+    if not nodes:
+        return
+    known = copyable(program)
+    for node in nodes:
+        if node not in known:
+            raise CheckFailed("has a buffer and cannot be copies", where=describe(node), remedy="leave the buffer out")
+        if is_shot(node) and not note(node).one_shot:
+            reason = "has a buffer and is not one_shot, which its copies are"
+            raise CheckFailed(reason, where=describe(node), remedy="run the pass exchange again")
+        if not 0 < note(node).buffer < BUFFERS:
+            raise CheckFailed(f"has buffer {note(node).buffer} of {BUFFERS - 1}", where=describe(node), remedy=_REMEDY)
+    for group in handshakes(program, nodes):
+        by_buffer: dict[int, list[int]] = {}
+        order = list(group.bits)
+        for i, node in enumerate(order):
+            by_buffer.setdefault(note(node).buffer, []).append(i)
+            is_odd = note(node).buffer % 2 == 1
+            if (group.opens(node) and not is_odd) or (group.closes(node) and is_odd):
+                what = "opens its part of the step, where an odd" if not is_odd else "closes its part, where an even"
+                reason = f"{what} buffer is, and has buffer {note(node).buffer}: a call behind it may use that next"
+                raise CheckFailed(reason, where=describe(node), remedy=_REMEDY)
+        for buffer, places in by_buffer.items():
+            for i, k in itertools.combinations(places, 2):
+                if not group.are_apart(order[i], order[k]):
+                    raise CheckFailed(
+                        f"copies into buffer {buffer}, and nothing says that what {describe(order[i])} copied is read:"
+                        " no other collective of these ranks lies between them",
+                        where=describe(order[k]),
+                        remedy=_REMEDY,
+                    )
+
 
 # They give each of their operands again, summed over ranks or as it is.
 _ITEM_BY_ITEM = frozenset({sum_gradients, all_reduce_coalesced})

@@ -4,12 +4,14 @@ Enters: a program, global or localised. Leaves: nothing, or `CheckFailed` that n
 
 The program runs on meta tensors at the example's sizes, which must work, and at others, so that a size baked into a
 literal shows. A localised program runs twice, as a rank and as the one device whose program its text is
-(`fxpar.verify.global_reading`): shapes must be those of the notes, a rank's with the layout applied, and numbers must
+(`fxpar.verify.shapes`): shapes must be those of the notes, a rank's with the layout applied, and numbers must
 be the notes' in both.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,12 +20,10 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from fxpar.errors import CheckFailed
-from fxpar.layout.layout import Layout
-from fxpar.layout.nesting import local_shape
-from fxpar.layout.symbolic_sizes import evaluate
-from fxpar.ops.operator import OnShapes, Operator
-from fxpar.program.program import (
+from fxpar.ir.grad_flow import plain
+from fxpar.ir.program import (
     Program,
+    Property,
     ScalarType,
     TensorType,
     describe,
@@ -32,14 +32,146 @@ from fxpar.program.program import (
     output_layouts,
     output_types,
 )
-from fxpar.program.properties import Property
-from fxpar.program.structural_key import plain
-from fxpar.rules import bind_arguments
+from fxpar.layout.layout import Layout, Placement
+from fxpar.layout.nesting import local_shape
+from fxpar.layout.symbolic_sizes import evaluate
+from fxpar.ops.operator import OnShapes, Operator
+from fxpar.rules import Refusal, bind_arguments, call_of
+from fxpar.rules.local import whole_call
 from fxpar.signatures.check_cache import Facts, facts_of
-from fxpar.verify.check_budget import check_cost
-from fxpar.verify.global_reading import whole_arguments
+from fxpar.signatures.sized import SIZED, name_of_sizes
+
+# What a check may spend on one operation: a text must not be able to exhaust time or memory.
+
+# Numbers of a program are sizes and what is computed from them: they fit 64 bits.
+_BITS = 63
+_POWERS = (operator.pow, operator.lshift, math.pow, math.ldexp)
+_FEW = 1024
+
+
+def check_cost(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses numbers beyond 64 bits, and operations that give many more tensors than the note says.
+
+    Raises:
+        ValueError: says which.
+    """
+    for number in _numbers((args, kwargs)):
+        if number.bit_length() > _BITS + 1:
+            raise ValueError(f"a number of {number.bit_length()} bits is no size")
+    if node.target in _POWERS and any(abs(number) > _BITS for number in _numbers(args[1:])):
+        raise ValueError("the power is no size")
+    if isinstance(node.target, torch._ops.OpOverload) and _gives_list(node.target):
+        noted = len(output_types(node))
+        if _parts(node.target, args, kwargs) > noted + _FEW:
+            raise ValueError(f"gives many more tensors than the {noted} of the note")
+
+
+def _gives_list(target: torch._ops.OpOverload) -> bool:
+    return any("List[Tensor]" in str(item.type) for item in target._schema.returns)
+
+
+def _parts(target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How many tensors an operation makes of one at most; 0 for those of lists."""
+    schema = target._schema.arguments
+    arguments = {a.name: a.default_value for a in schema if a.has_default_value()}
+    arguments |= {**dict(zip((a.name for a in schema), args, strict=False)), **kwargs}
+    source, dim = arguments.get("self"), arguments.get("dim", 0)
+    if not isinstance(source, Tensor) or not source.dim() or not isinstance(dim, int):
+        return 0
+    size = source.shape[dim % source.dim()]
+    for name in ("chunks", "sections"):
+        count = arguments.get(name)
+        if isinstance(count, int):
+            return min(count, size)
+    if any(isinstance(value, (list, tuple)) for value in arguments.values()):
+        return 0  # as many as the list has
+    step = arguments.get("split_size", 1)
+    return -(-size // step) if isinstance(step, int) and step > 0 else size
+
+
+def _numbers(value: Any) -> Iterator[int]:
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _numbers(item)
+
+
+# The whole reading of a localised program: the program of one device that its text is.
 
 aten = torch.ops.aten
+
+SPLITS = frozenset({aten.split_with_sizes.default, aten.split.sizes})
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def whole_arguments(
+    node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Mapping[str, int], outputs: Sequence[Tensor]
+) -> Arguments:
+    """The arguments of the operation on one device.
+
+    Args:
+        node: of a localised program.
+        args: its arguments, values in place of nodes.
+        kwargs: the same by name.
+        axes: sizes of the mesh axes.
+        outputs: of the global shapes that the notes say.
+
+    Raises:
+        ValueError: the bounds of a slice are those of no slice of the whole.
+    """
+    if node.target in SIZED:
+        return _sized(node, args, kwargs, outputs)
+    if node.target in SPLITS:
+        return _split(node, args, kwargs, outputs)
+    if node.target is aten.slice.Tensor:
+        return _slice(node, args, kwargs, axes)
+    return args, kwargs
+
+
+def _cuts(node: fx.Node) -> list[tuple[str, Placement]]:
+    return [(axis, placement) for axis, placement in output_layouts(node)[0] if placement.is_shard]
+
+
+def _sized(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> Arguments:
+    """Sizes of dimensions that are cut are the note's; others, -1 too, stand as they are."""
+    target: Any = node.target
+    name, at = name_of_sizes(target), SIZED[target]
+    cut = {placement.dim for _, placement in _cuts(node)}
+    passed = kwargs[name] if name in kwargs else args[at]
+    if len(passed) != outputs[0].dim():
+        raise ValueError(f"{len(passed)} sizes are given for {outputs[0].dim()} dimensions")
+    sizes = [outputs[0].shape[dim] if dim in cut and size != -1 else size for dim, size in enumerate(passed)]
+    if name in kwargs:
+        return args, {**kwargs, name: sizes}
+    return (*args[:at], sizes, *args[at + 1 :]), kwargs
+
+
+def _split(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> Arguments:
+    source, arguments = operands(node)[0], bind_arguments(node)
+    rank = outputs[0].dim() if outputs else 1
+    dim = int(arguments.get("dim", 0)) % max(rank, 1)
+    if all(placement.dim != dim for _, placement in _cuts(source)):
+        return args, kwargs
+    return (args[0], [output.shape[dim] for output in outputs], dim), {}
+
+
+def _slice(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Mapping[str, int]) -> Arguments:
+    if not _cuts(operands(node)[0]):
+        return args, kwargs
+    call = call_of(node, 1)
+    whole = whole_call(call, output_layouts(operands(node)[0])[0], axes)
+    if isinstance(whole, Refusal):
+        raise ValueError(whole.reason)
+    if whole is call:
+        return args, kwargs
+    bounds = {name: whole.get(name) for name in ("dim", "start", "end", "step")}
+    return args[:1], {**{k: v for k, v in kwargs.items() if k == "self"}, **bounds}
+
 
 # What an operation on shapes raises where they do not fit; some of torch's shape functions use assertions, and ask
 # attributes of an argument that a text made None.

@@ -13,23 +13,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.choice.batch_sharding import declared
 from fxpar.errors import CheckFailed, LayoutError
+from fxpar.ir.operators import as_parameter, canonical_placement, pending
+from fxpar.ir.program import Program, Property, describe, note, operands, output_layouts, output_types, tensor_type
+from fxpar.ir.stages import is_sent, received_name
+from fxpar.ir.step import gradient_name, input_gradient_name, is_buffer, is_forward, is_gradient, output_of
 from fxpar.layout.layout import I, Layout, Placement, R, shard
 from fxpar.layout.nesting import misfit
-from fxpar.mesh.purpose import Cuts
+from fxpar.mesh.axes import Cuts
 from fxpar.ops.coercion_table import coercion
 from fxpar.ops.coercions import dual_layout
 from fxpar.ops.global_size import size
-from fxpar.program.buffer_outputs import is_buffer
-from fxpar.program.placements import as_parameter, canonical_placement, pending
-from fxpar.program.program import Program, describe, note, operands, output_layouts, output_types, tensor_type
-from fxpar.program.properties import Property
-from fxpar.program.stages import is_sent, received_name
-from fxpar.program.step import gradient_name, input_gradient_name, is_forward, is_gradient, output_of
 from fxpar.rules import bind_arguments
 from fxpar.rules.inference import Context, context_of, infer_node, remedy_of, shown
 from fxpar.rules.rule_cache import Answers
+from fxpar.sharding.batch_sharding import declared
 from fxpar.signatures.check_cache import Facts, facts_of
 
 

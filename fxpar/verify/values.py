@@ -25,13 +25,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fxpar.capture import Captured, arguments
-from fxpar.capture.fake_weights import plain_surrounding, swapped
-from fxpar.capture.memo import nothing_remembered
+from fxpar.capture.capture import Captured, arguments
 from fxpar.capture.places import Blamed
-from fxpar.capture.precision import cast_inputs, input_dtype
-from fxpar.capture.state import untouched
+from fxpar.capture.prepared_model import cast_inputs, input_dtype, plain_surrounding, swapped
+from fxpar.capture.python_state import nothing_remembered, untouched
 from fxpar.errors import CheckFailed, InputError
+from fxpar.ir.program import Program, Property, output_layouts
+from fxpar.ir.step import buffer_name, is_excess, module_of_load, written
 from fxpar.layout.shards import local_block, without_padding
 from fxpar.manager import PassManager
 from fxpar.passes.annotate import annotate
@@ -39,15 +39,10 @@ from fxpar.passes.assign_rng import RNG_PATH, assign_rng
 from fxpar.passes.canonicalize import canonicalize
 from fxpar.passes.divide_batch import divide_batch
 from fxpar.passes.insert_collectives import insert_collectives
-from fxpar.program.buffer_outputs import buffer_name, written
-from fxpar.program.expert_load_outputs import is_excess, module_of_load
-from fxpar.program.program import Program, output_layouts
-from fxpar.program.properties import Property
 from fxpar.verify.capacity_reference import drop_beyond_capacity
-from fxpar.verify.microbatch_phases import SCALES, with_other_rows
-from fxpar.verify.promote import promote, wide
-from fxpar.verify.rounding import FACTOR, UNITS, OtherOrder, epsilon
+from fxpar.verify.promote import FACTOR, UNITS, OtherOrder, epsilon, promote, wide
 from fxpar.verify.simulate_ranks import (
+    SCALES,
     SimulationResult,
     coordinates,
     cotangents,
@@ -56,6 +51,7 @@ from fxpar.verify.simulate_ranks import (
     run_single,
     step_of,
     symbol_values,
+    with_other_rows,
 )
 
 TOLERANCE = 1e-10
@@ -333,7 +329,7 @@ def check_capture(captured: Captured, model: nn.Module, batch: Any, canonical: b
     PyTorch draws the same random bits on both sides, from one seed. Values differ by rounding: gradients are summed in
     another order where a value has several users, the canonical graph adds biases apart, and PyTorch has several
     kernels for what a trace writes in one way. Allowed are some units of the coarsest type in the graph, of the largest
-    value, and a multiple of what another order of its sums changes in the graph itself (`fxpar.verify.rounding`).
+    value, and a multiple of what another order of its sums changes in the graph itself (`fxpar.verify.promote`).
     Where that is so much that nothing could be seen, both are compared in float64. Module and generators are left as
     they were.
 

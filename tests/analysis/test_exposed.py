@@ -9,8 +9,8 @@ import pytest
 
 from fxpar.analysis.estimates import estimates
 from fxpar.analysis.exposed import Travel, travels
+from fxpar.ir.program import Program, note, set_note
 from fxpar.passes.overlap import overlap
-from fxpar.program.program import Program, note, set_note
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxpar.analysis.flops import matmul_flops, uncounted
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.layout.symbolic_sizes import evaluate
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.analysis.parameter_memory import OPTIMIZERS, held_by
+from fxpar.ir.program import Parameter, TensorType, update
 from fxpar.layout.layout import Layout, Piece, Placement, padded_shard, shard
 from fxpar.layout.shards import local_block, without_padding
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Parameter, TensorType, update
 from fxpar.report.build_report import places
 from tests.report.test_counting import Two, compiled
 

@@ -13,10 +13,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from fxpar.capture import Captured, capture
+from fxpar.capture.capture import Captured, capture
+from fxpar.ir.program import Program
 from fxpar.manager import PassManager
 from fxpar.passes.canonicalize import canonicalize
-from fxpar.program.program import Program
 from fxpar.verify.simulate_ranks import cotangents, run_single, symbol_values
 from fxpar.verify.values import call_inputs, program_state
 
@@ -62,7 +62,7 @@ class Result:
 
 def eager(captured: Captured, model: nn.Module, batch: Any) -> Result:
     """The model as PyTorch runs and differentiates it."""
-    from fxpar.capture import arguments
+    from fxpar.capture.capture import arguments
 
     args, kwargs = arguments(model, batch, captured.loss is not None)
     model.zero_grad(set_to_none=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fxpar.capture import capture
-from fxpar.cli.hf import build
+from fxpar.capture.capture import capture
+from fxpar.cli.models import build
 from fxpar.errors import CaptureError
 from fxpar.verify.values import check_capture
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.errors import CaptureError, PlanError
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program

@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
-from fxpar.capture import Captured, capture
+from fxpar.capture.capture import Captured, capture
 from fxpar.errors import CaptureError
 from tests.capture.models import Net, close, eager, example, faithful, net, run, seeded
 

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from fxpar.capture import Captured, capture
+from fxpar.capture.capture import Captured, capture
 from fxpar.capture.trace import trace
+from fxpar.ir.program import Program, note
 from fxpar.manager import PassManager
 from fxpar.passes.canonicalize import canonicalize
-from fxpar.program.program import Program, note
 from tests.capture.models import Net, close, eager, example, faithful, net, operator_name, run, seeded
 from tests.zoo import CASES
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.cli.models import load_model
 from fxpar.plan.plan import Plan
 from fxpar.verify.values import check_capture

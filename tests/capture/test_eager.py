@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils.checkpoint import checkpoint
 
 import fxpar
-from fxpar.capture import capture, eager
+from fxpar.capture import eager
+from fxpar.capture.capture import capture
 from fxpar.capture.eager import compare, walk
 from fxpar.errors import CaptureError, CheckFailed
 from fxpar.ops.functions import function

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.capture import capture, expert_modules
+from fxpar.capture import expert_modules
+from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.errors import CaptureError, PlanError
+from fxpar.ir.program import output_layouts
 from fxpar.plan.plan import Plan
-from fxpar.program.program import output_layouts
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import verify

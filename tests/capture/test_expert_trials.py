@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.errors import PlanError
 from fxpar.plan.plan import Plan
 from fxpar.verification import verify

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.capture.size_expressions import SizeError
+from fxpar.ir.program import ScalarType, TensorType, note
 from fxpar.plan.plan import Plan
-from fxpar.program.program import ScalarType, TensorType, note
 from fxpar.text.printing import print_program
 from tests.capture.models import Net, eager, example, faithful, net, run
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
+from fxpar.ir.program import Program, note
 from fxpar.passes import canonicalize
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, note
 from fxpar.verification import verify
 from tests.zoo import CASES
 

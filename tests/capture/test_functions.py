@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fxpar.capture import Captured, capture
+from fxpar.capture.capture import Captured, capture
 from fxpar.errors import CaptureError
+from fxpar.ir.program import note
 from fxpar.ops.functions import function
-from fxpar.program.program import note
 from fxpar.text.printing import print_program
 from tests.capture.functions import (
     InPlace,

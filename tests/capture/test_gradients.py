@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.capture import capture
 from fxpar.capture import graph_mutation as regions_module
+from fxpar.capture.capture import capture
 from fxpar.errors import CaptureError
 from tests.capture.models import Net, calls, close, eager, example, faithful, net, run, seeded
 

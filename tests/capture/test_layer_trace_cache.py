@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxpar.capture import Captured, capture
+from fxpar.capture.capture import Captured, capture
 from fxpar.capture.eager import Eager, walk
 from fxpar.capture.layer_trace_cache import LayerTraceCache
 from fxpar.errors import CaptureError

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.torch_version import TorchVersion
 
-from fxpar.capture import capture
-from fxpar.capture.memo import OtherMemos
+from fxpar.capture.capture import capture
+from fxpar.capture.python_state import OtherMemos
 from fxpar.errors import CaptureError
 from fxpar.verify.values import check_capture
 

@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from fxpar.capture import Captured, capture
+from fxpar.capture.capture import Captured, capture
 from fxpar.errors import CaptureError
 from fxpar.manager import PassManager
 from fxpar.passes.canonicalize import canonicalize

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.capture import Captured, capture
 from fxpar.capture import recording as recording_module
+from fxpar.capture.capture import Captured, capture
 from fxpar.errors import CaptureError
-from fxpar.program.program import Parameter, note
+from fxpar.ir.program import Parameter, note
 from fxpar.text.printing import print_program
 from tests.capture.models import Net, eager, example, faithful, net, run, seeded
 

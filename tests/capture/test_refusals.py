@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 from torch._dynamo import trace_rules
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.errors import CaptureError, InputError
 from tests.capture.models import Net, example, faithful, net, seeded
 from tests.zoo import CASES

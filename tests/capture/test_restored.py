@@ -13,7 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.capture.recording import NAMESPACE, recording
 from fxpar.errors import CaptureError
 from tests.capture.functions import Seven

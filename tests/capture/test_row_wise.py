@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.errors import CaptureError
 from fxpar.plan.plan import Plan
 from fxpar.verification import verify

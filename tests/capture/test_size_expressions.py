@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.capture import Captured, capture
+from fxpar.capture.capture import Captured, capture
+from fxpar.ir.program import ScalarType, TensorType, note
+from fxpar.ir.symbols import Symbol
 from fxpar.layout.symbolic_sizes import symbol
 from fxpar.plan.plan import Plan
-from fxpar.program.program import ScalarType, TensorType, note
-from fxpar.program.symbols import Symbol
 from fxpar.verification import verify
 from tests.capture.models import Net, close, eager, example, faithful, net, run, seeded
 from tests.zoo import CASES, VOCABULARY

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.errors import CaptureError
 from fxpar.runtime.meta_model import skeleton_of
 from tests.capture.models import Net, example, faithful, net, seeded

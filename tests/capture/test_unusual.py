@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.capture.recording import NAMESPACE
 from fxpar.errors import InputError
 from fxpar.verify import faithful as values

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.errors import CaptureError
 
 X = torch.randn(3, 6)

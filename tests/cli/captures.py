@@ -12,7 +12,7 @@ from unittest import mock
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from fxpar.capture import Captured, capture
+from fxpar.capture.capture import Captured, capture
 from fxpar.plan.plan import Plan
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fxpar.cli.groups import groups
-from fxpar.cli.mesh_diagram import COLOURS, rows, short, tag
+from fxpar.cli.groups import COLOURS, groups, rows, short, tag
 from fxpar.cli.output import Ui
 from fxpar.mesh.axes import Axes
 from fxpar.mesh.mesh import Mesh

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fxpar import CudaGraphs, Plan
-from fxpar.cli.common_options import Request, command
 from fxpar.cli.output import CommandResult, Ui
-from fxpar.cli.plan_flags import plan_flags
+from fxpar.cli.plan_flags import Request, command, plan_flags
 from fxpar.plan.cost import Cost
 from tests.cli.tool import TINY, fxpar
 

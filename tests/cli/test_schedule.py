@@ -13,8 +13,8 @@ from rich.console import Console
 
 from fxpar.cli.output import Ui
 from fxpar.cli.schedule import schedule
-from fxpar.schedule.builtin_schedules import SCHEDULES, build_schedule
-from fxpar.schedule.text import print_schedule
+from fxpar.pipeline.compiler.builtin_schedules import SCHEDULES, build_schedule
+from fxpar.pipeline.compiler.schedules import print_schedule
 from tests.cli.tool import fxpar
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.elements import FALSE, TRUE, Element, Predicate, elements, index, never_negative
-from fxpar.elements.predicate import at_least_zero, both, either, negated
+from fxpar.elements.numbers import at_least_zero, both, either, negated
+from fxpar.ir.program import Program, ScalarType, note, tensor_type
 from fxpar.layout.symbolic_sizes import Size, evaluate, symbol
-from fxpar.program.program import Program, ScalarType, note, tensor_type
 from fxpar.text.parsing import parse_program
 from tests.passes.masks import GROUPS, program
 

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from fxpar.errors import TextError
 from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, V, fits, parse_placement, shard
-from fxpar.layout.nesting import local_shape, local_size
-from fxpar.layout.shard_segments import pieces_of, through_view
-from fxpar.layout.slices import local_bounds, local_position, slice_pieces, strided_pieces
+from fxpar.layout.nesting import local_shape, local_size, pieces_of, through_view
+from fxpar.layout.shards import local_bounds, local_position, slice_pieces, strided_pieces
 from fxpar.layout.symbolic_sizes import Size, divide, evaluate, parse_size
-from fxpar.oracle.ranks import divides, local_positions
+from fxpar.testing.ranks import divides, local_positions
 
 counted = settings(max_examples=200, deadline=None, derandomize=True)
 

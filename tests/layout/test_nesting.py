@@ -21,14 +21,14 @@ from fxpar.layout.nesting import (
     local_shape,
     misfit,
     peel,
+    pieces_of,
     seen_by,
     spelled,
     swapped,
 )
-from fxpar.layout.shard_segments import pieces_of
 from fxpar.layout.shards import boxes, counted, local_block, whole, without_padding
 from fxpar.layout.symbolic_sizes import parse_size
-from fxpar.oracle.ranks import local_positions
+from fxpar.testing.ranks import local_positions
 
 AXES = {"dp": 2, "cp": 3, "tp": 2}
 Map = Mapping[tuple[int, ...], tuple[int, ...]]

@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from fxpar.layout.layout import Piece, Placement, fits, padded_shard, parse_placement
-from fxpar.layout.nesting import local_size
-from fxpar.layout.shard_segments import through_view
-from fxpar.layout.shards import block, counted, whole
-from fxpar.layout.slices import slice_pieces
+from fxpar.layout.nesting import local_size, through_view
+from fxpar.layout.shards import block, counted, slice_pieces, whole
 from fxpar.ops.collectives import put_together, spread
-from fxpar.oracle.ranks import local_positions, padding
+from fxpar.testing.ranks import local_positions, padding
 
 SHARED = [
     Placement("S", 0, (Piece(1, 12, copies=2),)),

@@ -7,8 +7,7 @@ import torch
 
 from fxpar.errors import TextError
 from fxpar.layout.layout import Layout, Piece, Placement, fits, parse_placement, shard
-from fxpar.layout.nesting import innermost, local_shape, local_size, spelled
-from fxpar.layout.shard_segments import pieces_of, through_view
+from fxpar.layout.nesting import innermost, local_shape, local_size, pieces_of, spelled, through_view
 from fxpar.layout.shards import block, boxes, whole
 from fxpar.layout.symbolic_sizes import parse_size
 

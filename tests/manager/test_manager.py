@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from fxpar.errors import CheckFailed, PassError, PlanError
+from fxpar.ir.program import Note, PassRecord, Program, TensorType, output_node, set_note, update
 from fxpar.manager import Pass, PassManager, Verifier, register_pass
-from fxpar.program.program import Note, PassRecord, Program, TensorType, output_node, set_note, update
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 

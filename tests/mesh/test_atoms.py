@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 
 from fxpar.errors import PlanError
-from fxpar.mesh.atoms import Atom, groups_over, index_on, ranks_of
+from fxpar.mesh.axes import DENSE, EXPERT, Atom, groups_over, index_on, ranks_of
 from fxpar.mesh.mesh import Mesh
-from fxpar.mesh.purpose import DENSE, EXPERT
 from tests.mesh.meshes import EXAMPLES, by_brute_force, counted, good, parts
 
 

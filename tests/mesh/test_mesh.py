@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpar.errors import PlanError
-from fxpar.mesh.atoms import Groups
-from fxpar.mesh.axes import Axes
+from fxpar.mesh.axes import Axes, Groups
 from fxpar.mesh.mesh import DENSE_AXES, EXPERT_AXES, Mesh
 from tests.mesh.meshes import EXAMPLES, by_brute_force, configurations, counted, good, meshes, parts, pipelines_agree
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fxpar.analysis.communication import collectives
 from fxpar.compile import compile_program
+from fxpar.ir.program import Program
 from fxpar.ops import collectives as ops
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program
 from fxpar.verify.promote import promote, wide
 from fxpar.verify.simulate_ranks import run_ranks, step_of, symbol_values
 from fxpar.verify.values import call_inputs, program_state, rng_state

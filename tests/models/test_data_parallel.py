@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.analysis.communication import collectives
-from fxpar.capture import Captured, capture
+from fxpar.capture.capture import Captured, capture
 from fxpar.cli.models import load_model
 from fxpar.compile import compile_program
+from fxpar.ir.program import Program, output_layouts
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, output_layouts
 from fxpar.verify.values import call_inputs, program_state, reference_run, verify_values
 
 ROWS = 12  # that 2, 3 and 4 ranks can share out

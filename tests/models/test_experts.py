@@ -9,11 +9,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from fxpar.capture import capture
-from fxpar.capture.hf_experts import routed_experts
-from fxpar.cli.hf import Built, build
+from fxpar.capture.capture import capture
+from fxpar.capture.expert_modules import routed_experts
+from fxpar.cli.models import Built, build
+from fxpar.ir.program import output_layouts
 from fxpar.plan.plan import Plan
-from fxpar.program.program import output_layouts
 from fxpar.verification import verify
 from fxpar.verify.values import TOLERANCE
 

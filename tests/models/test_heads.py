@@ -16,11 +16,11 @@ from torch import nn
 
 from fxpar.analysis.communication import Collective, collectives
 from fxpar.analysis.parallel_fraction import split_flops
-from fxpar.capture import Captured, capture
+from fxpar.capture.capture import Captured, capture
 from fxpar.compile import compile_program
+from fxpar.ir.program import Program, note, operands, output_layouts
 from fxpar.ops.coercions import copy_to, copy_to_shared, sum_gradients
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, note, operands, output_layouts
 from fxpar.report.reasons import unsplit
 from fxpar.verification import Verification
 from fxpar.verify.values import TOLERANCE, call_inputs, program_state, verify_values

@@ -8,13 +8,13 @@ from itertools import product
 import pytest
 from torch import nn
 
-from fxpar.capture import Captured, capture
+from fxpar.capture.capture import Captured, capture
 from fxpar.cli.models import load_model
 from fxpar.compile import compile_program, compile_step
+from fxpar.ir.program import Program, note
+from fxpar.ir.regions import inlined
+from fxpar.ir.stages import Stage, crossings, holders, stage_of, stages_of
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, note
-from fxpar.program.regions import inlined
-from fxpar.program.stages import Stage, crossings, holders, stage_of, stages_of
 from fxpar.verify import simulate_ranks
 from fxpar.verify.values import TOLERANCE, ValueReport, call_inputs, check_capture, program_state, verify_values
 

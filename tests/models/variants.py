@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.analysis.parallel_fraction import split_flops
-from fxpar.capture import Captured, capture
+from fxpar.capture.capture import Captured, capture
 from fxpar.compile import compile_program
 from fxpar.plan.plan import Plan
 from fxpar.verification import Verification

@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.errors import InputError
 from fxpar.manager import PassManager
 from fxpar.ops.lower import lower

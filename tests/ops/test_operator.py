@@ -14,6 +14,7 @@ from fxpar.analysis.communication import Collective, collectives
 from fxpar.analysis.flops import matmul_flops, uncounted
 from fxpar.analysis.parallel_fraction import split_flops
 from fxpar.errors import CheckFailed, LayoutError, TextError
+from fxpar.ir.program import Program, Property, TensorType, note, operands, tensor_type
 from fxpar.layout.layout import I, Placement
 from fxpar.layout.symbolic_sizes import product
 from fxpar.manager import PassManager
@@ -23,8 +24,6 @@ from fxpar.ops.lower import lower
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import CollectiveSite, Gradients, LoweredCall, Reverse, Sent
 from fxpar.passes.differentiate import differentiate
-from fxpar.program.program import Program, TensorType, note, operands, tensor_type
-from fxpar.program.properties import Property
 from fxpar.report import make_report
 from fxpar.report.reasons import without_rule
 from fxpar.rules import key_of, rule_of

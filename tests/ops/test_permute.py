@@ -11,12 +11,12 @@ from torch.nn import functional
 
 import fxpar
 from fxpar.errors import InputError
+from fxpar.ir.program import output_layouts
 from fxpar.ops.combine import dot_rows, moe_combine, take_weighed
 from fxpar.ops.grouped import expand_by_expert, grouped_linear, grouped_outer, sum_by_expert
 from fxpar.ops.grouped_kernels import _masks, _runs
 from fxpar.ops.permute import moe_permute, moe_unpermute, sort_by_expert
 from fxpar.plan.plan import Plan
-from fxpar.program.program import output_layouts
 from fxpar.verification import verify
 
 E, K, H, N = 4, 2, 6, 10

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fxpar
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.cli.main import _application, main
 from fxpar.manager import Pass, PassManager
-from fxpar.oracle.check import check_operation, sample
 from fxpar.passes import DEFAULT_PASSES
+from fxpar.pipeline.compiler.builtin_schedules import build_schedule
+from fxpar.pipeline.compiler.schedules import parse_schedule
+from fxpar.pipeline.compiler.simulation import verified
 from fxpar.rules import unregister_rule
-from fxpar.schedule.builtin_schedules import build_schedule
-from fxpar.schedule.text import parse_schedule
-from fxpar.schedule.verified import verified
+from fxpar.testing.check import check_operation, sample
 from fxpar.text.printing import print_program
 from fxpar.verification import verify
 from fxpar.verify.static import STATIC

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.capture import Captured, capture
+from fxpar.capture.capture import Captured, capture
 from fxpar.compile import compile_program
+from fxpar.ir.program import Program
 from fxpar.ops import experts
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program
 from fxpar.verify.values import ValueReport, call_inputs, program_state, verify_values
 
 WORDS, WIDTH, INNER, EXPERTS, CHOICES, ROWS = 16, 8, 12, 4, 2, 8

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fxpar.capture import Captured, capture
+from fxpar.capture.capture import Captured, capture
+from fxpar.ir.program import Program
 from fxpar.ops import experts
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program
 from fxpar.verify.simulate_ranks import SimulationResult
 from fxpar.verify.values import ValueReport, call_inputs, program_state, verify_values
 from tests.passes.experts import EXPERTS, ROWS, WIDTH, Routed, batch

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
+from fxpar.ir.program import Program
 from fxpar.passes import canonicalize
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program
 from tests.passes.modules import only
 
 # Of queries [b, 2, s, 4] and keys [b, 2, t, 4].

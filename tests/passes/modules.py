@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.capture import Captured, capture
+from fxpar.capture.capture import Captured, capture
+from fxpar.ir.program import Program, note, output_layouts
 from fxpar.manager import Pass, PassManager
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, note, output_layouts
 from fxpar.text.printing import print_program
 from fxpar.verify.static import STATIC
 from fxpar.verify.values import ValueReport, call_inputs, check_capture, program_state, verify_values

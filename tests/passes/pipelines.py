@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.capture import Captured, capture
+from fxpar.capture.capture import Captured, capture
 from fxpar.compile import compile_program
+from fxpar.ir.program import Program
+from fxpar.ir.stages import crossings
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program
-from fxpar.program.stages import crossings
 from fxpar.text.printing import print_program
 from fxpar.verify.values import ValueReport, call_inputs, program_state, verify_values
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.errors import LayoutError, PlanError
 from fxpar.manager import PassManager
 from fxpar.passes.canonicalize import canonicalize

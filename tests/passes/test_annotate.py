@@ -11,14 +11,14 @@ from torch.nn import functional
 
 from fxpar.analysis.communication import collectives
 from fxpar.analysis.parallel_fraction import split_flops
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
+from fxpar.ir.program import Program, note, output_layouts
 from fxpar.layout.layout import Layout, shard
 from fxpar.manager import PassManager
 from fxpar.passes import annotate, canonicalize
 from fxpar.passes.annotate import keeping
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, note, output_layouts
 from tests.passes.modules import (
     MLP,
     WIDTH,

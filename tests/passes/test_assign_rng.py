@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.errors import LayoutError, PassError
+from fxpar.ir.program import Program, note
 from fxpar.ops.random import attention, axis_index, dropout
 from fxpar.passes import assign_rng
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.passes.localize import localize
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, note
 from fxpar.text.parsing import parse_program
 from fxpar.verify.promote import promote
 from fxpar.verify.simulate_ranks import run_ranks, run_single, step_of

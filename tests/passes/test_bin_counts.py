@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.compile import compile_model
 from fxpar.errors import CaptureError
 from fxpar.ops.permute import bin_counts

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.errors import PassError
+from fxpar.ir.program import Program, note
 from fxpar.passes import canonicalize
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, note
 from fxpar.text.parsing import parse_program
 from fxpar.verify.values import check_capture
 from tests.passes.modules import MLP, build, only, shown

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.errors import LayoutError, PlanError
+from fxpar.ir.program import Program, output_layouts
 from fxpar.manager import PassManager
 from fxpar.passes.canonicalize import canonicalize
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, output_layouts
 from fxpar.text.printing import print_program
 from fxpar.verification import verify
 from tests.passes.chosen_layer import CHOICES, EXPERTS, FORMS, INNER, MUTANTS, WIDTH, Chosen, batch

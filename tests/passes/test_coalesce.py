@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fxpar.ir.program import operands
 from fxpar.manager import PassManager
 from fxpar.ops.coercions import sum_gradients
 from fxpar.passes.coalesce import coalesce
 from fxpar.plan.plan import Plan
-from fxpar.program.program import operands
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import verify

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.analysis.communication import collectives
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.errors import CheckFailed, FxparError, PassError, PlanError
+from fxpar.ir.program import output_layouts
 from fxpar.manager import PassManager
 from fxpar.ops import capacity_indices
 from fxpar.plan.plan import Plan
-from fxpar.program.program import output_layouts
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import STATIC

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.torch_version import TorchVersion
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.errors import LayoutError, PlanError
+from fxpar.ir.program import Program, operands, tensor_type
 from fxpar.manager import PassManager
 from fxpar.passes import canonicalize
 from fxpar.passes.divide_batch import divide_batch
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, operands, tensor_type
 from fxpar.text.printing import print_program
 from fxpar.verification import verify
 from fxpar.verify.values import call_inputs, program_state, reference_run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.errors import PassError, PlanError
 from fxpar.passes import annotate, canonicalize

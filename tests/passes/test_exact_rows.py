@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fxpar.analysis.capturable import capture_regions
 from fxpar.analysis.communication import collectives
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.errors import FxparError
 from fxpar.manager import PassManager

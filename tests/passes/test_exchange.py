@@ -11,12 +11,12 @@ import transformers
 import fxpar
 from fxpar.compile import compile_model, lower_program
 from fxpar.errors import CheckFailed
+from fxpar.ir.program import note
+from fxpar.ir.regions import inlined, region_of
 from fxpar.manager import PassManager
 from fxpar.ops.collectives import Group
 from fxpar.passes.exchange import exchange, exchange_over
 from fxpar.passes.training_passes import step_passes
-from fxpar.program.program import note
-from fxpar.program.regions import inlined, region_of
 from fxpar.report import make_report
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.capture import capture
-from fxpar.cli.hf import build
+from fxpar.capture.capture import capture
+from fxpar.cli.models import build
 from fxpar.errors import PassError
+from fxpar.ir.program import Program
 from fxpar.passes import annotate, canonicalize, fold_masks
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program
 from fxpar.rules import bind_arguments
 from fxpar.text.parsing import parse_program
 from fxpar.verify.simulate_ranks import run_single

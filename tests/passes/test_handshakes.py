@@ -12,11 +12,11 @@ from torch import fx
 
 from fxpar.analysis.buffer_reuse import Handshakes
 from fxpar.errors import CheckFailed
+from fxpar.ir.program import Program, note, update
 from fxpar.manager import PassManager
 from fxpar.passes.exchange import exchange
-from fxpar.program.program import Program, note, update
 from fxpar.text.parsing import parse_program
-from fxpar.verify.buffers import check_buffers
+from fxpar.verify.phases import check_buffers
 
 _KIND = "f32[1000, 1000]"
 _HEAD = f"""\

@@ -7,10 +7,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from fxpar.errors import LayoutError, PassError
+from fxpar.ir.program import Program, note, operands, output_layouts
 from fxpar.layout.layout import I, P
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.passes import insert_collectives
-from fxpar.program.program import Program, note, operands, output_layouts
 from fxpar.text.parsing import parse_program
 from fxpar.verify.static import verify_static
 from tests.passes.modules import (

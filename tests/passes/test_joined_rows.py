@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.errors import FxparError, LayoutError
 from fxpar.manager import PassManager
 from fxpar.passes import canonicalize, divide_batch

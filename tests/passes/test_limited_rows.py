@@ -12,16 +12,16 @@ from torch import Tensor
 from fxpar.analysis.capturable import capture_regions
 from fxpar.analysis.communication import collectives
 from fxpar.bisection import bisect
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.errors import PlanError
+from fxpar.ir.program import Program
 from fxpar.manager import PassManager
 from fxpar.ops.capacity import drop_by_position, drop_by_probability
 from fxpar.passes import DEFAULT_PASSES, limited_rows
 from fxpar.passes.differentiate import differentiate
 from fxpar.passes.mark_regions import mark_regions
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import verify

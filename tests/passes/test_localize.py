@@ -11,9 +11,9 @@ from torch import fx, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fxpar.errors import LayoutError
+from fxpar.ir.program import Program, note, output_types
 from fxpar.manager import PassManager
 from fxpar.passes import localize
-from fxpar.program.program import Program, note, output_types
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import STATIC

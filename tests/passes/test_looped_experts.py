@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.errors import CaptureError, CheckFailed, PlanError
 from fxpar.manager import PassManager

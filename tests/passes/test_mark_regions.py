@@ -10,13 +10,13 @@ import transformers
 
 import fxpar
 from fxpar.analysis.capturable import capture_regions
-from fxpar.cli.hf import build
+from fxpar.cli.models import build
 from fxpar.compile import compile_model, compile_step
 from fxpar.errors import InputError, PassError
+from fxpar.ir.program import Program, note
+from fxpar.ir.regions import inlined
 from fxpar.passes.mark_regions import mark_regions
-from fxpar.plan.graphs import CudaGraphs
-from fxpar.program.program import Program, note
-from fxpar.program.regions import inlined
+from fxpar.plan.option_groups import CudaGraphs
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from tests.runtime.graphed import Reading

@@ -14,13 +14,13 @@ import torch
 from fxpar.analysis.exposed import travels
 from fxpar.compile import compile_step, lower_program
 from fxpar.errors import CheckFailed, FxparError
+from fxpar.ir.program import Program, note
+from fxpar.ir.regions import inlined
 from fxpar.manager import PassManager
 from fxpar.ops.collectives import Group
 from fxpar.ops.selective_dispatch import needed_part
 from fxpar.passes import gathered_rows
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, note
-from fxpar.program.regions import inlined
 from fxpar.report import make_report
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program

@@ -15,11 +15,11 @@ from fxpar.analysis.periods import Rows, behind_rows, longest, parts
 from fxpar.analysis.row_runs import row_runs
 from fxpar.compile import compile_model, compile_step
 from fxpar.errors import CheckFailed, TextError
+from fxpar.ir.program import Program, note
+from fxpar.ir.regions import inlined, region_of, regions
 from fxpar.manager import PassManager
 from fxpar.ops.dataflow import has_same_dataflow
 from fxpar.passes.outline_layers import outline_layers
-from fxpar.program.program import Program, note
-from fxpar.program.regions import inlined, region_of, regions
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import verify_static

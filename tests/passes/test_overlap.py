@@ -8,11 +8,11 @@ import pytest
 
 from fxpar.analysis.exposed import travels
 from fxpar.compile import compile_model
+from fxpar.ir.regions import inlined, region_of, regions
 from fxpar.manager import PassManager
 from fxpar.passes.overlap import overlap
 from fxpar.passes.training_passes import step_passes
 from fxpar.plan.cost import Cost
-from fxpar.program.regions import inlined, region_of, regions
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import STATIC

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from fxpar.analysis.balance import stage_shares, unevenness
 from fxpar.analysis.stage_cut_points import divisible
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.cli.models import load_model
 from fxpar.compile import compile_program
 from fxpar.errors import FxparError
+from fxpar.ir.program import Program, note
+from fxpar.ir.stages import crossings, holders, stages_of
 from fxpar.manager import PassManager
 from fxpar.passes.partition_stages import partition_stages
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, note
-from fxpar.program.stages import crossings, holders, stages_of
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from tests.passes.modules import shown

@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fxpar.analysis.communication import collectives
 from fxpar.compile import compile_model, compile_step
+from fxpar.ir.program import Program, note
+from fxpar.ir.regions import inlined
+from fxpar.ir.step import RECOMPUTE
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import lower
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, note
-from fxpar.program.regions import inlined
-from fxpar.program.step import RECOMPUTE
 from fxpar.report.measure import measure
 from fxpar.verify.values import call_inputs, program_state, verify_values
 from tests.products import product

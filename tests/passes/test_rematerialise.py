@@ -16,6 +16,9 @@ from torch import fx
 from fxpar.analysis.communication import collectives
 from fxpar.compile import Compilation, compile_model
 from fxpar.errors import PlanError
+from fxpar.ir.program import Program, note
+from fxpar.ir.regions import regions
+from fxpar.ir.step import RECOMPUTE
 from fxpar.manager import PassManager
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import lower
@@ -23,9 +26,6 @@ from fxpar.passes.outline_layers import outline_layers
 from fxpar.passes.training_passes import step_passes
 from fxpar.plan.cost import Cost
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, note
-from fxpar.program.regions import regions
-from fxpar.program.step import RECOMPUTE
 from fxpar.report.measure import measure
 from fxpar.runtime.step_phases import LoweredStep, cut
 from fxpar.text.parsing import parse_program

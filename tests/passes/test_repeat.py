@@ -9,7 +9,7 @@ import pytest
 from torch import fx
 
 from fxpar.passes.differentiate import differentiate
-from fxpar.passes.repeat import DerivativeCache
+from fxpar.rewrite.forms import DerivativeCache
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.errors import PassError, PlanError
+from fxpar.ir.program import Program, output_layouts
 from fxpar.manager import PassManager
 from fxpar.passes.canonicalize import canonicalize
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, output_layouts
 from fxpar.verification import verify
 from tests.passes.sorted_layer import EXPERTS, INNER, ROWS, WIDTH, Sorted, batch
 

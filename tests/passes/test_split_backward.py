@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from fxpar.compile import compile_model, compile_step
 from fxpar.errors import CheckFailed
+from fxpar.ir.program import Program, note, output_node, update
+from fxpar.ir.regions import inlined
+from fxpar.ir.stages import stages_of
+from fxpar.ir.step import BACKWARD, PHASES, WEIGHT, is_input_gradient
 from fxpar.manager import PassManager
 from fxpar.ops.dataflow import has_same_dataflow
 from fxpar.passes.split_backward import split_backward
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, note, output_node, update
-from fxpar.program.regions import inlined
-from fxpar.program.stages import stages_of
-from fxpar.program.step import BACKWARD, PHASES, WEIGHT, is_input_gradient
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import verify_static

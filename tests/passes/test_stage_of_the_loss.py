@@ -9,10 +9,10 @@ from torch import Tensor, nn
 import fxpar
 from fxpar.compile import compile_model
 from fxpar.errors import CheckFailed, InputError
-from fxpar.passes.reduction import COUNT
-from fxpar.program.program import Program, update
-from fxpar.program.stages import stage_of, stages_of
-from fxpar.verify.stage_dataflow import check_stages
+from fxpar.ir.program import Program, update
+from fxpar.ir.stages import stage_of, stages_of
+from fxpar.rewrite.loss_reduction import COUNT
+from fxpar.verify.static import check_stages
 
 
 class _Counted(nn.Module):

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 import fxpar
 from fxpar.compile import compile_model
+from fxpar.ir.stages import holders, stage_of
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.passes.partition_stages import holding, partition_stages
-from fxpar.program.stages import holders, stage_of
 
 
 class _Layers(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.errors import PlanError
 from fxpar.plan.plan import Plan
 from fxpar.verification import verify

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
+from fxpar.ir.program import Program
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program
 
 
 class Words(nn.Module):

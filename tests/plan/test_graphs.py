@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fxpar.errors import PlanError
-from fxpar.plan.graphs import CudaGraphs
+from fxpar.plan.option_groups import CudaGraphs
 from fxpar.plan.plan import Plan
 
 

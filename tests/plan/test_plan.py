@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fxpar
 from fxpar.errors import InputError, PlanError
-from fxpar.mesh.atoms import Atom
+from fxpar.mesh.axes import Atom
 from fxpar.plan.plan import PRECISIONS, SPLITS, Plan
 
 LATER = ("cp",)

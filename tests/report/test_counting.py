@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.compile import compile_step
 from fxpar.errors import CheckFailed, InputError
+from fxpar.ir.program import Program
 from fxpar.layout.symbolic_sizes import evaluate, parse_size
 from fxpar.manager import PassManager
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program
 from fxpar.report import Report, make_report
 from fxpar.report.measure import Measured, measure, stand_in
 

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.manager import PassManager
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import lower

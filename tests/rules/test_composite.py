@@ -12,11 +12,11 @@ from torch import Tensor
 from fxpar.layout.layout import R
 from fxpar.ops.functions import function as kept
 from fxpar.ops.random import attention, dropout, dropout_labels, own_bits
-from fxpar.oracle.check import OracleReport, check_operation, sample
-from fxpar.oracle.composite import Gate
 from fxpar.rules import OpCall, Rule
 from fxpar.signatures.matmul import attention_labels
 from fxpar.signatures.pointwise import pointwise_labels
+from fxpar.testing.check import OracleReport, check_operation, sample
+from fxpar.testing.composite import Gate
 
 STATE, INDEX = torch.tensor([3, 1, 2]), [torch.tensor(0)]
 GATE = f"{Gate.__module__}.{Gate.__name__}"

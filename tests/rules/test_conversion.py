@@ -17,18 +17,18 @@ import torch
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
 from fxpar.errors import LayoutError
+from fxpar.ir.operators import axes_of
+from fxpar.ir.program import output_layouts
 from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, shard
 from fxpar.layout.nesting import spelled
-from fxpar.mesh.purpose import joined_names
+from fxpar.mesh.axes import joined_names
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import CONJUGATE, dual_layout
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import lower
-from fxpar.oracle.grid import fits, holds, holds_gradient, spread, spread_gradient
 from fxpar.plan.cost import Cost
-from fxpar.program.placements import axes_of
-from fxpar.program.program import output_layouts
 from fxpar.rules.conversion import coerced, conversions
+from fxpar.testing.trial import fits, holds, holds_gradient, spread, spread_gradient
 from fxpar.text.parsing import parse_program
 from fxpar.verify.simulate_ranks import coordinates, simulated_world
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from fxpar.errors import LayoutError
+from fxpar.ir.operators import as_parameter, held_fraction, pending, shared_fraction
 from fxpar.layout.layout import I, Placement, R, parse_placement, shard
 from fxpar.ops.coercion_table import coercion
 from fxpar.ops.coercions import copy_to_shared, split_shared
-from fxpar.oracle.check import check_operation, sample
-from fxpar.oracle.ranks import local_positions
-from fxpar.oracle.sampled_operations import operations
-from fxpar.program.placements import as_parameter, held_fraction, pending, shared_fraction
 from fxpar.rules import OpCall
+from fxpar.testing.check import check_operation, sample
+from fxpar.testing.ranks import local_positions
+from fxpar.testing.sampled_operations import operations
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.types import check_types

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar.oracle.check import check_operation, sample
+from fxpar.testing.check import check_operation, sample
 
 aten = torch.ops.aten
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
+from fxpar.ir.program import Program, operands, output_types
 from fxpar.manager import PassManager
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import sum_gradients
 from fxpar.ops.random import axis_index
-from fxpar.oracle.sampled_operations import COMMUNICATING, OCCURRING, WITHOUT_OPERANDS
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.program.program import Program, operands, output_types
 from fxpar.rules import key_of, rules
+from fxpar.testing.sampled_operations import COMMUNICATING, OCCURRING, WITHOUT_OPERANDS
 from tests.models.variants import Variant, trace
 from tests.zoo import CASES
 

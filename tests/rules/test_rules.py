@@ -8,10 +8,10 @@ import torch
 from torch import fx
 
 from fxpar.errors import InputError
+from fxpar.ir.program import Note, ScalarType, TensorType, set_note
 from fxpar.layout.layout import I, P, R, V, parse_placement
 from fxpar.layout.symbolic_sizes import parse_size
 from fxpar.ops.random import dropout
-from fxpar.program.program import Note, ScalarType, TensorType, set_note
 from fxpar.rules import (
     OpCall,
     Refusal,

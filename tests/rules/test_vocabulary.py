@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fxpar.errors import LayoutError
+from fxpar.ir.program import Program, TensorType, output_layouts
 from fxpar.layout.layout import I, P, Placement, R, padded_shard, shard
 from fxpar.layout.shards import local_block
 from fxpar.layout.symbolic_sizes import shape_text
 from fxpar.ops import COMPOSITE_OF
 from fxpar.ops.vocabulary import cross_entropy, embedding, nll_loss, topk
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, TensorType, output_layouts
 from fxpar.rules import OpCall, Refusal, infer, rule_of
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import placement_text

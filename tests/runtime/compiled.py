@@ -16,8 +16,8 @@ from torch._inductor.utils import run_and_get_code
 import fxpar
 from fxpar.analysis.exposed import travels
 from fxpar.compile import compile_step
+from fxpar.ir.regions import inlined
 from fxpar.ops.coercions import sum_gradients
-from fxpar.program.regions import inlined
 from tests.runtime import models
 from tests.runtime.jobs import Found, gradients, tp
 from tests.zoo import CASES

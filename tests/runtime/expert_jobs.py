@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import fxpar
-from fxpar.cli.hf import build
+from fxpar.cli.models import build
 from fxpar.runtime.module import ParallelModule
 from tests.passes import experts as words
 from tests.runtime.compiled import Seen, watched

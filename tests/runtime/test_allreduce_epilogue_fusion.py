@@ -16,12 +16,12 @@ from torch.nn import functional as F
 
 from fxpar.compile import compile_model, compile_step, lower_program
 from fxpar.exchange.row_programs import Extent, RowProgram, RowStep, read
+from fxpar.ir.program import TensorType, note
 from fxpar.layout.layout import Placement
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops import peer_memory
 from fxpar.ops.collectives import Group
 from fxpar.plan.plan import Plan
-from fxpar.program.program import TensorType, note
 from fxpar.runtime import inductor
 from fxpar.runtime.allreduce_epilogue_fusion import sums_in_rows
 from fxpar.runtime.compiled import CompiledUnits

@@ -13,9 +13,9 @@ from torch import Tensor, fx
 
 import fxpar
 from fxpar.compile import compile_model, compile_step, lower_program
-from fxpar.mesh.purpose import joined_names
+from fxpar.ir.program import Note, ScalarType, TensorType, note, output_node, set_note
+from fxpar.mesh.axes import joined_names
 from fxpar.ops.collectives import Group
-from fxpar.program.program import Note, ScalarType, TensorType, note, output_node, set_note
 from fxpar.runtime import compile_units as units_module
 from fxpar.runtime import inductor
 from fxpar.runtime.compile_units import StepUnits, units_of

@@ -11,7 +11,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import layer_norm
 
-from fxpar.program.program import output_node
+from fxpar.ir.program import output_node
 from fxpar.runtime.partitioner_hints import keep_sums
 
 ROWS, WIDTH = 64, 32

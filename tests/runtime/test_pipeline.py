@@ -10,8 +10,8 @@ import torch
 
 import fxpar
 from fxpar.errors import PlanError, ScheduleError
+from fxpar.pipeline.compiler.simulation import verified
 from fxpar.runtime.stage_assignment import own_stages, schedule_of
-from fxpar.schedule.verified import verified
 from tests.runtime import pipelined
 from tests.runtime.pipelined import Trained
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from fxpar.program.program import Note, TensorType, set_note
+from fxpar.ir.program import Note, TensorType, set_note
 from fxpar.runtime.recompute_copies import computing_again
 from fxpar.runtime.segments import Segment
 

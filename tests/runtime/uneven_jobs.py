@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import fxpar
 from fxpar.cli.models import load_model
 from fxpar.errors import FxparError
+from fxpar.ir.program import output_layouts
+from fxpar.ir.step import output_of, parameter_gradients
 from fxpar.layout.shards import local_block
 from fxpar.ops.lower import lower
-from fxpar.program.program import output_layouts
-from fxpar.program.step import output_of, parameter_gradients
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.rank_consensus import connected
 from fxpar.runtime.world import join

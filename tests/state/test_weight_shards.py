@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fxpar
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.errors import CheckpointError
+from fxpar.ir.program import output_layouts
 from fxpar.layout.layout import I, Layout, Piece, Placement, padded_shard, shard
 from fxpar.layout.shards import boxes, local_block
 from fxpar.manager import PassManager
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.program.program import output_layouts
 from fxpar.state.initial import named_tensors
 from fxpar.state.rank_tensors import RankTensors
 from fxpar.state.weight_shards import Loading, parts

@@ -8,6 +8,8 @@ import sympy
 import torch
 from torch import fx
 
+from fxpar.ir.program import DTYPES, Input, Note, Parameter, Program, ScalarType, TensorType, set_note
+from fxpar.ir.symbols import Symbol
 from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, V, shard
 from fxpar.layout.symbolic_sizes import Size, symbol
 from fxpar.ops import OPERATORS
@@ -15,9 +17,6 @@ from fxpar.ops.coercions import reduce_from
 from fxpar.ops.functions import function
 from fxpar.ops.random import axis_index, dropout
 from fxpar.plan.plan import Plan
-from fxpar.program.dtypes import DTYPES
-from fxpar.program.program import Input, Note, Parameter, Program, ScalarType, TensorType, set_note
-from fxpar.program.symbols import Symbol
 
 aten = torch.ops.aten
 b, s = symbol("b"), symbol("s")

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpar.errors import TextError
+from fxpar.ir.program import PassRecord, note
 from fxpar.layout.layout import I, Layout, Piece, Placement, shard
 from fxpar.layout.symbolic_sizes import Size, parse_size, simplify, symbol
-from fxpar.program.program import PassRecord, note
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import layout_text, print_program, value_text
 from fxpar.text.scanning import parse_layout

@@ -11,10 +11,10 @@ from torch import fx
 import fxpar
 from fxpar.bisection import Bisection, Culprit, bisect, complete
 from fxpar.errors import CheckFailed, PassError
+from fxpar.ir.program import Program, note, set_note
 from fxpar.manager import Pass
 from fxpar.ops.coercions import reduce_from
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.program.program import Program, note, set_note
 from tests.verify.cases import prepared, program
 
 aten = torch.ops.aten

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.capture import Captured, capture
+from fxpar.capture.capture import Captured, capture
 from fxpar.cli.models import load_model
+from fxpar.ir.program import Program, note
 from fxpar.manager import PassManager
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, note
 from fxpar.text.parsing import parse_program
 from fxpar.verify.simulate_ranks import SimulationResult
 from fxpar.verify.static import STATIC

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fxpar.errors import LayoutError, TextError
-from fxpar.program.grad_flow import carried
-from fxpar.program.program import operands, output_layouts, output_types, update
+from fxpar.ir.grad_flow import carried
+from fxpar.ir.program import operands, output_layouts, output_types, update
 from fxpar.rules.inference import Context, infer_node
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program

@@ -1,7 +1,7 @@
 """Phases of a step, judged by values: an executor that runs each phase when the runtime does, and edits of phases.
 
 Enters: a model, a plan and batches. Leaves: the gradients of all microbatches together, of the step and of edits of it.
-The executor shares nothing with `fxpar.verify.microbatch_phases`: it looks each value up where a rank would have it.
+The executor shares nothing with `fxpar.verify.simulate_ranks`: it looks each value up where a rank would have it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.fx.node import map_arg
 
 from fxpar.compile import compile_model, compile_step
+from fxpar.ir.program import Program, ScalarType, has_note, note, output_layouts, output_node, update
+from fxpar.ir.regions import inlined
+from fxpar.ir.step import PARAMETER, PHASES, is_gradient, output_of, parameter_gradients
 from fxpar.layout.layout import Layout
 from fxpar.layout.shards import local_block
 from fxpar.ops.lower import lower
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, ScalarType, has_note, note, output_layouts, output_node, update
-from fxpar.program.regions import inlined
-from fxpar.program.step import PARAMETER, PHASES, is_gradient, output_of, parameter_gradients
 from fxpar.verify.promote import promote
 from fxpar.verify.simulate_ranks import coordinates, simulated_world, symbol_values
 from fxpar.verify.values import call_inputs, program_state, reference_run, rng_state

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.errors import FxparError
+from fxpar.ir.program import Program, TensorType, operands, output_layouts, output_types, update
 from fxpar.layout.layout import Layout
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops import Operator
@@ -23,9 +24,8 @@ from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import sum_gradients
 from fxpar.ops.random import axis_index
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program.program import Program, TensorType, operands, output_layouts, output_types, update
-from fxpar.verify.global_reading import whole_arguments
 from fxpar.verify.promote import promote, wide
+from fxpar.verify.shapes import whole_arguments
 from fxpar.verify.simulate_ranks import SimulationResult, run_ranks, run_single, step_of, symbol_values
 from fxpar.verify.values import ValueReport, compare, rng_state
 

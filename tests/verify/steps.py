@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpar.compile import compile_model, compile_step
+from fxpar.ir.program import Program, has_note, note, output_node, set_note
+from fxpar.ir.regions import inlined
+from fxpar.ir.step import is_forward, is_gradient
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.operator import Operator
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, has_note, note, output_node, set_note
-from fxpar.program.regions import inlined
-from fxpar.program.step import is_forward, is_gradient
 from fxpar.verify.simulate_ranks import SimulationResult
 from fxpar.verify.values import call_inputs, program_state, reference_run, verify_values
 

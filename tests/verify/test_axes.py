@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from fxpar.errors import CheckFailed, FxparError, LayoutError
+from fxpar.ir.program import update
 from fxpar.layout.layout import I, Layout
 from fxpar.manager import PassManager
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
-from fxpar.program.program import update
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import verify_static

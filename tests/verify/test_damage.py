@@ -9,10 +9,10 @@ import torch
 
 from fxpar.compile import compile_model, compile_step
 from fxpar.errors import CheckFailed, FxparError
+from fxpar.ir.stages import stages_of
 from fxpar.manager import PassManager
 from fxpar.passes.training_passes import step_passes
 from fxpar.plan.plan import Plan
-from fxpar.program.stages import stages_of
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import STATIC, verify_static

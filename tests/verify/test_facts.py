@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from fxpar.errors import FxparError
+from fxpar.ir.program import Program, TensorType, note, update
 from fxpar.layout.layout import Layout, P, R, shard
 from fxpar.manager import Pass, PassManager, register_pass
-from fxpar.program.program import Program, TensorType, note, update
 from fxpar.signatures.check_cache import Facts, facts_of, has_same_operations
 from fxpar.text.parsing import parse_program
 from fxpar.verify.static import STATIC

@@ -10,7 +10,7 @@ import pytest
 
 from fxpar.bisection import complete
 from fxpar.errors import CheckFailed, FxparError, InputError, LayoutError
-from fxpar.program.program import Program
+from fxpar.ir.program import Program
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import verify_static

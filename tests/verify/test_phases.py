@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxpar.errors import CheckFailed, FxparError
-from fxpar.program.program import note, update
+from fxpar.ir.program import note, update
 from fxpar.verify.static import verify_static
 from fxpar.verify.values import verify_values
 from tests.passes.experts import Routed

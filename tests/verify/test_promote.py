@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.errors import CheckFailed
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program

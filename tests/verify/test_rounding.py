@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.compile import compile_model
 from fxpar.errors import CheckFailed
+from fxpar.ir.program import Program, note, set_note
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, note, set_note
 from fxpar.verify import values
-from fxpar.verify.rounding import OtherOrder
+from fxpar.verify.promote import OtherOrder
 from fxpar.verify.values import TOLERANCE, call_inputs, check_capture, program_state, verify_values
 
 aten = torch.ops.aten

@@ -13,18 +13,18 @@ from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
 from fxpar.errors import CheckFailed
+from fxpar.ir.operators import as_parameter, dual
+from fxpar.ir.program import Program, operands
 from fxpar.layout.layout import Piece, Placement, fits
-from fxpar.layout.shard_segments import pieces_of
+from fxpar.layout.nesting import pieces_of
 from fxpar.layout.shards import block, whole
 from fxpar.layout.symbolic_sizes import shape_text
 from fxpar.ops.coercion_table import coercion
 from fxpar.ops.coercions import CONJUGATE, all_reduce, reduce_from
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
-from fxpar.oracle.ranks import agree_gradient, place_gradient
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program.placements import as_parameter, dual
-from fxpar.program.program import Program, operands
+from fxpar.testing.ranks import agree_gradient, place_gradient
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import placement_text
 from fxpar.verify.promote import promote, wide

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from fxpar.errors import CheckFailed, FxparError
+from fxpar.ir.program import Program
+from fxpar.ir.stages import Stage, stages_of
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program
-from fxpar.program.stages import Stage, stages_of
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
-from fxpar.verify.stage_dataflow import check_neighbours
-from fxpar.verify.static import verify_static
+from fxpar.verify.static import check_neighbours, verify_static
 from tests.passes.pipelines import compared, staged
 from tests.verify.lines import Line, Source
 

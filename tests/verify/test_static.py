@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from fxpar.errors import CheckFailed, FxparError, LayoutError
+from fxpar.ir.program import Program, note, set_note, update
 from fxpar.layout.layout import Layout, Placement
 from fxpar.manager import PassManager
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.program.program import Program, note, set_note, update
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.shapes import check_shapes

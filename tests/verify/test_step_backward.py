@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fxpar.errors import CheckFailed, FxparError, PassError
+from fxpar.ir.program import Program
 from fxpar.manager import Pass, PassManager, register_pass
 from fxpar.ops.dataflow import has_same_dataflow
-from fxpar.program.program import Program
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import STATIC, verify_static

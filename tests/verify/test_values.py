@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fxpar
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.errors import CheckFailed, InputError
+from fxpar.ir.program import Program
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program
 from fxpar.text.parsing import parse_program
 from fxpar.verification import expect, verify
 from fxpar.verify.simulate_ranks import SimulationResult

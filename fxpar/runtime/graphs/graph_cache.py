@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from fxpar.errors import InputError
-from fxpar.plan.graphs import CudaGraphs
+from fxpar.plan.option_groups import CudaGraphs
 from fxpar.runtime.calls import ForwardCalls, Runnable, StepCalls
 from fxpar.runtime.graphs.partial import GraphedForward, GraphedStep
 from fxpar.runtime.graphs.pool import Pool, new_pool

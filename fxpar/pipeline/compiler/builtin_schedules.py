@@ -1,0 +1,236 @@
+"""The schedules that fxpar knows, by name.
+
+Enters: a name and sizes. Leaves: a `Schedule`, unverified. Needs no torch.
+
+Written with p ranks, v chunks a rank, M microbatches in groups of N. The *table* is the order of a rank's forwards: for
+each group of N microbatches, for each chunk, the microbatches of the group; a short last group keeps what is left. The
+backwards come in the order of the table with the chunks reversed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxpar.errors import ScheduleError, shown
+from fxpar.pipeline.compiler.schedules import Action, Phase, Schedule, Style, leading_forwards, refuse_many
+
+F, B, I, W = Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT  # noqa: E741
+
+# A chunk and a microbatch of it.
+_Cell = tuple[int, int]
+# The same with what is run of it.
+_Step = tuple[Phase, int, int]
+
+
+# Steps of a rank, and its warmup where that cannot be read off them.
+_Made = tuple[list[_Step], int | None]
+
+
+@dataclass(frozen=True)
+class _ScheduleSizes:
+    """Ranks, chunks, microbatches and their groups, and the table of these."""
+
+    p: int
+    v: int
+    m: int
+    n: int
+
+    @cached_property
+    def forwards(self) -> list[_Cell]:
+        """The table."""
+        groups = (range(start, min(start + self.n, self.m)) for start in range(0, self.m, self.n))
+        return [(chunk, microbatch) for group in groups for chunk in range(self.v) for microbatch in group]
+
+    @cached_property
+    def backwards(self) -> list[_Cell]:
+        """The table with the chunks reversed."""
+        return [(self.v - 1 - chunk, microbatch) for chunk, microbatch in self.forwards]
+
+
+def build_schedule(
+    name: str, *, pp: int, microbatches: int, virtual_stages: int = 1, group_size: int | None = None
+) -> Schedule:
+    """The schedule of that name; unverified.
+
+    - `gpipe`: all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965); with several chunks, chunk by
+      chunk.
+    - `1f1b`: after the warmup one forward, one backward (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+    - `interleaved_1f1b`: the same with several chunks a rank, of each a group of microbatches at a time (there); with
+      one chunk it is `1f1b`.
+    - `zb_h1`: `1f1b` with the weight parts of backwards moved into the bubble, within the memory of `1f1b` (Qi et al.
+      2024, arXiv 2401.10241, section 2.3); with several chunks, interleaved.
+    - `zbv`: two chunks a rank, the second on the way back (there, section 6).
+    - `forward_only`: evaluation.
+
+    Args:
+        name: one of `SCHEDULES`.
+        pp: ranks of the pipeline.
+        microbatches: of a step.
+        virtual_stages: chunks of each rank.
+        group_size: microbatches that a rank runs of one chunk before it takes the next; pp by default. With one chunk
+            it says nothing.
+
+    Raises:
+        ScheduleError: there is no such schedule, or it cannot have these sizes.
+    """
+    if name not in _MAKERS:
+        raise ScheduleError(f"{shown(name)} is unknown", where="schedule", remedy=f"choose {', '.join(SCHEDULES)}")
+    numbers = {"pp": pp, "virtual_stages": virtual_stages, "microbatches": microbatches}
+    for where, number in (numbers | ({} if group_size is None else {"group_size": group_size})).items():
+        if type(number) is not int or number < 1:
+            raise ScheduleError(
+                f"{shown(number)} is no positive integer", where=where, remedy="give a number from 1 on"
+            )
+    refuse_many(pp, virtual_stages, microbatches, "schedule")
+    if virtual_stages > 1 and pp == 1:
+        reason = f"{virtual_stages} stages a rank need a pipeline, and pp=1"
+        raise ScheduleError(reason, where="virtual_stages", remedy="give pp of at least 2, or leave virtual_stages=1")
+    _check(name, pp, virtual_stages, microbatches, group_size)
+    grouped = name in _GROUPED and virtual_stages > 1
+    sizes = _ScheduleSizes(pp, virtual_stages, microbatches, (group_size or pp) if grouped else microbatches)
+    style = Style.V if name == "zbv" else Style.LOOP
+    steps = [_MAKERS[name](sizes, rank) for rank in range(pp)]
+    ranks = tuple(_actions(order, style, rank, pp) for rank, (order, _) in enumerate(steps))
+    warmup = tuple(leading_forwards(a) if w is None else w for a, (_, w) in zip(ranks, steps, strict=True))
+    return Schedule(name, ranks, virtual_stages, microbatches, warmup, style, sizes.n if grouped else None)
+
+
+def group_sizes(pp: int, microbatches: int) -> list[int]:
+    """The group sizes that a schedule of several chunks can have, ascending (SPEC section 3): p ≤ N ≤ M, and the last
+    group is whole or not smaller than p."""
+    every = range(pp, microbatches + 1)
+    return [size for size in every if microbatches % size == 0 or microbatches % size >= pp]
+
+
+def _check(name: str, pp: int, virtual_stages: int, microbatches: int, group_size: int | None) -> None:
+    if name == "1f1b" and virtual_stages > 1:
+        reason = f"1f1b has one stage a rank, and virtual_stages={virtual_stages}"
+        raise ScheduleError(reason, where="schedule", remedy="choose interleaved_1f1b, or leave virtual_stages=1")
+    if name == "zbv" and virtual_stages != 2:
+        reason = f"zbv has two stages a rank, and virtual_stages={virtual_stages}"
+        raise ScheduleError(reason, where="schedule", remedy="give virtual_stages=2, or choose zb_h1")
+    if group_size is not None and name not in _GROUPED:
+        reason = f"{name} has no groups of microbatches, and group_size={shown(group_size)}"
+        raise ScheduleError(reason, where="group_size", remedy="leave it out, or choose interleaved_1f1b")
+    if virtual_stages == 1 or name not in _BOUND:
+        return
+    if microbatches < pp:
+        raise ScheduleError(
+            f"{name} of {virtual_stages} stages a rank needs a microbatch for each of the {pp} ranks, and "
+            f"microbatches={microbatches}",
+            where="microbatches",
+            remedy=f"give at least {pp}, leave virtual_stages=1, or choose gpipe",
+        )
+    size, legal = group_size or pp, group_sizes(pp, microbatches)
+    if size not in legal:
+        rest = microbatches % size
+        last = "" if size > microbatches or size < pp else f": the last group has {rest} of them, fewer than pp={pp}"
+        raise ScheduleError(
+            f"{microbatches} microbatches cannot be run in groups of {size} by {pp} ranks{last}",
+            where="group_size",
+            remedy=f"choose {_some(legal)}, or another number of microbatches",
+        )
+
+
+def _some(numbers: Sequence[int]) -> str:
+    shown_numbers = [*numbers[:8], "…", numbers[-1]] if len(numbers) > 10 else numbers
+    return " or ".join(filter(None, (", ".join(map(str, shown_numbers[:-1])), str(shown_numbers[-1]))))
+
+
+# ---------------------------------------------------------------------- orders of a rank
+
+
+def _forward_only(sizes: _ScheduleSizes, rank: int) -> _Made:
+    return [(F, *cell) for cell in sizes.forwards], None
+
+
+def _gpipe(sizes: _ScheduleSizes, rank: int) -> _Made:
+    return _alternating(sizes, sizes.m * sizes.v)
+
+
+def _one_forward_one_backward(sizes: _ScheduleSizes, rank: int) -> _Made:
+    """A rank is ahead by as many forwards as lie between its first forward and the gradient that comes back."""
+    behind = sizes.p - 1 - rank
+    ahead = behind if sizes.v == 1 else 2 * behind + (sizes.v - 1) * sizes.n
+    return _alternating(sizes, min(ahead, sizes.m * sizes.v))
+
+
+def _zb_h1(sizes: _ScheduleSizes, rank: int) -> _Made:
+    """Rank r runs the weight part r input parts later: all ranks then hold as many activations as rank 0 of `1f1b`."""
+    warmup = min(sizes.p - 1 - rank + (sizes.v - 1) * sizes.n, sizes.m * sizes.v)
+    return _alternating(sizes, warmup, behind=rank)
+
+
+def _alternating(sizes: _ScheduleSizes, warmup: int, behind: int | None = None) -> tuple[list[_Step], int]:
+    """The warmup, then one forward and one backward, then the rest of the backwards (the cooldown).
+
+    Args:
+        sizes: of the schedule.
+        warmup: forwards at first.
+        behind: input parts of backwards by which weight parts come later; backwards stay whole by default.
+
+    Returns:
+        The steps, and the warmup.
+    """
+    forwards, backwards = sizes.forwards, sizes.backwards
+    steps: list[_Step] = [(F, *cell) for cell in forwards[:warmup]]
+    for place, cell in enumerate(backwards):
+        steps += [(F, *ahead) for ahead in forwards[warmup + place : warmup + place + 1]]
+        steps.append((B if behind is None else I, *cell))
+        if behind is not None and place >= behind:
+            steps.append((W, *backwards[place - behind]))
+    if behind is not None:
+        steps += [(W, *cell) for cell in backwards[max(len(backwards) - behind, 0) :]]
+    return steps, warmup
+
+
+def _zbv(sizes: _ScheduleSizes, rank: int) -> _Made:
+    """Phases of repeated runs, each with the number of times; of each word the microbatches ascend.
+
+    The schedule is that of at least 2p - 1 microbatches, of which those that there are not are left out.
+    """
+    p, after = sizes.p, sizes.p - rank
+    count = max(sizes.m, 2 * p - 1)
+    phases = [
+        # warmup: the first microbatch comes back, then each one that came back is ended
+        ("F0", 2 * after - 1),
+        ("F1 F0", rank),
+        ("F1 I1 W1", after),
+        # steady state
+        ("F0 I0 W0 F1 I1 W1", count - (2 * p - 1) + rank),
+        ("I0 W0 F1 I1 W1", after - 1),
+        # cooldown: weight parts fill what would be bubble
+        ("I0 I1", rank),
+        ("I0 W0", after),
+        ("W1", rank),
+        ("W0", rank),
+    ]
+    steps: list[_Step] = []
+    seen: dict[str, int] = {}
+    for words, times in phases:
+        for word in words.split() * times:
+            microbatch = seen[word] = seen.get(word, -1) + 1
+            if microbatch < sizes.m:
+                steps.append((Phase(word[0]), int(word[1]), microbatch))
+    return steps, None
+
+
+def _actions(steps: list[_Step], style: Style, rank: int, pp: int) -> tuple[Action, ...]:
+    stages = {chunk: style.stage(rank, chunk, pp) for chunk in {chunk for _, chunk, _ in steps}}
+    return tuple(Action(stages[chunk], phase, microbatch) for phase, chunk, microbatch in steps)
+
+
+_MAKERS: dict[str, Callable[[_ScheduleSizes, int], _Made]] = {
+    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+    "interleaved_1f1b": _one_forward_one_backward,
+    "zb_h1": _zb_h1,
+    "zbv": _zbv,
+    "forward_only": _forward_only,
+}
+SCHEDULES = tuple(_MAKERS)
+# Those whose order depends on the size of groups; those that wait forever with some sizes.
+_BOUND = ("interleaved_1f1b", "zb_h1")
+_GROUPED = ("1f1b", *_BOUND, "forward_only")

@@ -1,1 +1,0 @@
-"""The program: a graph with notes, its operators, and what follows from them for every value."""

@@ -1,0 +1,1 @@
+"""Helpers that passes share; only passes call them."""
