@@ -303,6 +303,9 @@ def composite(d: Draw) -> dict[str, Samples]:
         ],
         "fxpar.zeros": [backward_samples.undifferentiated(x)],
         "fxpar.transfer": [backward_samples.undifferentiated(x)],
-        "fxpar.item": [backward_samples.undifferentiated(d.normal()), backward_samples.sample(d.normal(1, 1))],
+        "fxpar.item": [
+            backward_samples.undifferentiated(d.normal()),
+            backward_samples.undifferentiated(d.normal(1, 1)),
+        ],
         "fxpar.function": [sample(x, d.x(h, s), path=f"{Gate.__module__}.{Gate.__name__}")],
     }
