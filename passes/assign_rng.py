@@ -210,7 +210,7 @@ RNG_PATH = "fxpar.rng"
 
 @register_pass("assign_rng", requires={Property.CANONICAL, Property.COLLECTIVES}, provides={Property.RNG})
 def assign_rng(program: Program) -> Program:
-    """Replaces random operators by ones with a counter generator, keyed by (seed, node, step, microbatch, element).
+    """Replaces random operators by counter generators, keyed by (seed, node, step, microbatch, element).
 
     Before::
 

@@ -21,7 +21,7 @@ BUCKET = 64 * 2**20
 
 @register_pass("coalesce", requires={Property.COLLECTIVES}, provides={Property.COALESCED})
 def coalesce(program: Program) -> Program:
-    """Gathers the coercions of parameters whose backward is a reduction into buckets.
+    """Puts parameters whose gradients are summed over the same ranks into buckets.
 
     Before::
 

@@ -60,7 +60,7 @@ SAVING = {aten.scaled_dot_product_attention.default: saving_attention, attention
 
 @register_pass("differentiate", requires={Property.CANONICAL}, provides={Property.STEP})
 def differentiate(program: Program) -> Program:
-    """Adds the backward of the loss, without a loss of all outputs; the gradients become outputs.
+    """Adds the backward of the loss, or of all outputs without one; the gradients become outputs.
 
     Before (tp 2)::
 

@@ -26,7 +26,7 @@ from fxpar.passes.static_rows import StaticRows
     "dispatch_experts", requires={Property.CANONICAL}, provides={Property.EXPERTS}, invalidates={Property.LAYOUTS}
 )
 def dispatch_experts(program: Program) -> Program:
-    """Sends each token to the ranks that hold its experts, or its rows.
+    """Sends each token, or its rows, to the ranks that hold its experts.
 
     Before (ep 2 on dp)::
 

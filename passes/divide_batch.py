@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @register_pass("divide_batch", requires={Property.CANONICAL}, invalidates={Property.LAYOUTS})
 def divide_batch(program: Program) -> Program:
-    """Writes the batch as n times a symbol, n being the ranks that share it out, and means over it as sums over counts.
+    """Writes the batch as n times a symbol for n data ranks, and means over it as sums over counts.
 
     Before (dp 2)::
 

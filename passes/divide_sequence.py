@@ -34,7 +34,7 @@ aten = torch.ops.aten
     "divide_sequence", requires={Property.CANONICAL}, provides={Property.SEQUENCE}, invalidates={Property.LAYOUTS}
 )
 def divide_sequence(program: Program) -> Program:
-    """Writes every sequence length as n times a symbol, n being the ranks that split each layer.
+    """Writes every sequence length as n times a symbol, for n ranks that split each layer.
 
     Before (tp 2)::
 

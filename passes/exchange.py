@@ -19,7 +19,7 @@ from fxpar.manager import Pass, register_pass
 
 @register_pass("exchange", requires={Property.STEP}, preserves="dataflow")
 def exchange(program: Program) -> Program:
-    """Large collectives get a buffer, through which the ranks copy into each other's memory.
+    """Gives large collectives a buffer, through which the ranks copy into each other's memory.
 
     Before::
 

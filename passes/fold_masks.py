@@ -26,7 +26,7 @@ _SMALLEST = torch.finfo(torch.bfloat16).min
 
 @register_pass("fold_masks", requires={Property.CANONICAL}, provides={Property.MASKS})
 def fold_masks(program: Program) -> Program:
-    """Drops attention masks that say what `is_causal` says, or nothing; says windows in one way.
+    """Drops attention masks that equal `is_causal` or mask nothing, and writes windows in one way.
 
     Before::
 

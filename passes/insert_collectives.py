@@ -30,7 +30,7 @@ Made = dict[tuple[fx.Node, Layout], fx.Node]
 
 @register_pass("insert_collectives", requires={Property.LAYOUTS}, provides={Property.COLLECTIVES})
 def insert_collectives(program: Program) -> Program:
-    """Inserts a coercion wherever a value is wanted in another layout than it has.
+    """Inserts a coercion wherever an operation needs a value in another layout.
 
     Before::
 

@@ -11,7 +11,7 @@ from fxpar.rewrite.local_sizes import localize_node
     "localize", requires={Property.COLLECTIVES, Property.RNG, Property.VOCABULARY}, provides={Property.LOCAL}
 )
 def localize(program: Program) -> Program:
-    """Rewrites the literals that speak of sharded dimensions.
+    """Rewrites literals about sharded dimensions to the sizes of one rank.
 
     Before (tp 2)::
 

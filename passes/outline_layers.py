@@ -37,7 +37,7 @@ _NAMES = {"": "layer", BACKWARD: "layer_backward", WEIGHT: "layer_weights"}
 
 @register_pass("outline_layers", requires={Property.CANONICAL}, provides={Property.REGIONS}, preserves="dataflow")
 def outline_layers(program: Program) -> Program:
-    """Equal layers become one region, which is called once for each.
+    """Replaces equal layers by calls of one region.
 
     Before::
 

@@ -19,7 +19,7 @@ _BACKLOG = 2e-3
 
 @register_pass("overlap", requires={Property.STEP}, preserves="dataflow")
 def overlap(program: Program) -> Program:
-    """Products that nobody waits for run behind the start of a collective.
+    """Moves products that nobody waits for after the start of a collective.
 
     Before::
 

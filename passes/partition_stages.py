@@ -29,7 +29,7 @@ def _has_stages(program: Program) -> bool:
 
 @register_pass("partition_stages", requires={Property.LOCAL}, provides={Property.STAGES}, when=_has_stages)
 def partition_stages(program: Program) -> Program:
-    """Gives each operation to a stage of the pipeline; what a later stage reads is transferred.
+    """Gives each operation to a stage of the pipeline, and transfers what a later stage reads.
 
     Before (pp 2)::
 

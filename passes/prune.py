@@ -13,7 +13,7 @@ from fxpar.ops.coercions import all_reduce_coalesced
 
 @register_pass("prune", requires={Property.STEP}, preserves="dataflow")
 def prune(program: Program) -> Program:
-    """Takes out what no output needs: operations, and gradients that are reduced together with others.
+    """Removes what no output needs: operations, and gradients from coalesced reductions.
 
     Before::
 

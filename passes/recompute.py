@@ -19,7 +19,7 @@ from fxpar.rewrite.emit import compute_again, is_repeatable
 
 @register_pass("recompute", requires={Property.STEP}, preserves="dataflow")
 def recompute(program: Program) -> Program:
-    """Regions that the author checkpointed, by `recompute="full"` all layers, are computed again for the backward.
+    """Computes checkpointed regions again in the backward, and with `recompute="full"` every layer.
 
     Before::
 

@@ -30,7 +30,7 @@ from fxpar.sharding.activation_knapsack import Keeping
 
 @register_pass("rematerialise", requires={Property.STEP}, preserves="dataflow")
 def rematerialise(program: Program) -> Program:
-    """By `recompute="selective"`, values that the backward reads are computed again from fewer bytes that are kept.
+    """With `recompute="selective"`, keeps fewer bytes and computes what the backward reads again from them.
 
     Before::
 

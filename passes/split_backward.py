@@ -11,7 +11,7 @@ from fxpar.manager import register_pass
 
 @register_pass("split_backward", requires={Property.STEP}, preserves="dataflow")
 def split_backward(program: Program) -> Program:
-    """Cuts the backward in two, so that a pipeline's schedule can send the gradients of inputs before it goes on.
+    """Cuts the backward in two, so that a stage can send the gradients of its inputs early.
 
     Before::
 

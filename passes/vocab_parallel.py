@@ -19,7 +19,7 @@ from fxpar.rules.table import rule_of
 
 @register_pass("vocab_parallel", requires={Property.CANONICAL, Property.COLLECTIVES}, provides={Property.VOCABULARY})
 def vocab_parallel(program: Program) -> Program:
-    """Puts composite operators in place of operations whose vocabulary is cut.
+    """Replaces operations over a cut vocabulary by their composite operators.
 
     Before::
 
