@@ -1,7 +1,7 @@
 """The text form of a program: one line a node, the same for every rank, parseable back.
 
-Enters: a program. Leaves: its text; `fxpar.text.parsing` is the way back. CONTRIBUTING
-explains it; in short::
+Enters: a program. Leaves: its text; `fxpar.text.parsing` is the way back. `docs/dev/layouts-and-rules.md` explains it;
+in short::
 
     fxpar 2
     plan {"tp": 2}

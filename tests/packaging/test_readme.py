@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fxpar
-from fxpar.capture.capture import capture
+from fxpar.capture import capture
 from fxpar.cli.main import _application, main
 from fxpar.manager import Pass, PassManager
+from fxpar.oracle.check import check_operation, sample
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.pipeline.compiler.builtin_schedules import build_schedule
-from fxpar.pipeline.compiler.schedules import parse_schedule
-from fxpar.pipeline.compiler.simulation import verified
 from fxpar.rules import unregister_rule
-from fxpar.testing.check import check_operation, sample
+from fxpar.schedule.builtin_schedules import build_schedule
+from fxpar.schedule.text import parse_schedule
+from fxpar.schedule.verified import verified
+from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import verify
-from fxpar.verify.static import STATIC
+from fxpar.verify.static import STATIC, verify_static
 from tests.runtime.world import World
 from tests.samples.scripts import script
 from tests.zoo import CASES
+from tools import passes_page
 
 _ROOT = Path(__file__).parents[2]
 
@@ -80,18 +82,86 @@ def test_the_commands_of_the_readme_are_among_them() -> None:
     assert [line for line in _lines("README.md") if line not in _commands()] == []
 
 
-def _documents() -> list[Path]:
-    return [_ROOT / "README.md", _ROOT / "CONTRIBUTING.md", *sorted((_ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [_ROOT / "README.md", _ROOT / "CONTRIBUTING.md", *sorted((_ROOT / "docs").rglob("*.md"))]
+of_each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(_ROOT)))
 
 
-@pytest.mark.parametrize("document", _documents(), ids=lambda path: str(path.relative_to(_ROOT)))
+@of_each_document
 def test_what_documents_point_to_is_there(document: Path) -> None:
-    """Links, and the paths of sources."""
+    """Links with their headings, and the paths of sources, which are whole paths."""
     text = document.read_text()
-    links = set(re.findall(r"\]\(([\w/.-]+\.md)\b", text))
-    assert [link for link in sorted(links) if not (document.parent / link).exists()] == []
-    paths = set(re.findall(r"`((?:fxpar|passes|samples|tests|tools)/[\w/.]+)`", text))
+    links = re.findall(r"\]\(([\w/.-]*)#?([\w-]*)\)", re.sub(r"`[^`\n]*`", "", text))
+    targets = {(document.parent / file if file else document, heading) for file, heading in links}
+    missing = [f"{file}#{heading}" for file, heading in targets if not file.exists() or not _has(file, heading)]
+    assert missing == []
+    paths = set(re.findall(r"`((?:fxpar|passes|samples|tests|tools|docs)/[\w/.]+)`", text))
     assert [path for path in sorted(paths) if not (_ROOT / path).exists()] == []
+    assert re.findall(r"`\w+\.py`", text) == []
+
+
+def _has(file: Path, heading: str) -> bool:
+    headings = re.findall(r"^#+ (.*)", file.read_text(), flags=re.MULTILINE)
+    return not heading or heading in {re.sub(r"[^\w-]", "", title.lower().replace(" ", "-")) for title in headings}
+
+
+def test_every_document_is_linked_from_the_readme_on() -> None:
+    known, todo = set[Path](), [_ROOT / "README.md"]
+    while todo:
+        document = todo.pop()
+        known.add(document)
+        links = {(document.parent / link).resolve() for link in re.findall(r"\]\(([\w/.-]+\.md)", document.read_text())}
+        todo += links - known
+    assert [str(document) for document in DOCUMENTS if document not in known] == []
+
+
+def _shown(document: Path) -> Iterator[list[str]]:
+    """Yields the words of each command that a document shows, in a block, an indented line or within a sentence."""
+    text = document.read_text()
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL) for line in block.splitlines()]
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    lines += re.findall(r"^    (\w.*)", text, flags=re.MULTILINE)
+    lines += re.findall(r"`([^`\n]+)`", text)
+    for line in lines:
+        if re.match(r"(fxpar|make|python|torchrun) ", line):
+            yield shlex.split(line, comments=True)
+
+
+@of_each_document
+def test_the_commands_of_documents_exist(document: Path) -> None:
+    """Commands and options of fxpar, targets of make, files and options of scripts; those of docs/cli.md are run."""
+    group: Any = typer.main.get_command(_application())
+    for program, *words in _shown(document):
+        if program == "make":
+            targets = re.findall(r"^([\w-]+):", (_ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+            assert set(words) <= {*targets, "-k"}, words
+        elif program == "fxpar":
+            if words[0].islower():  # no placeholder
+                known = {name for option in group.commands[words[0]].params for name in _names(option)}
+                assert {word for word in words if word.startswith("--")} <= known, words
+        elif words[:2] == ["-m", "pytest"]:
+            assert all((_ROOT / word).exists() for word in words if word.startswith("tests/")), words
+        else:
+            index = next(i for i, word in enumerate(words) if word.endswith(".py"))
+            source = (_ROOT / words[index]).read_text()
+            assert [word for word in words[index:] if word.startswith("--") and f'"{word}"' not in source] == []
+
+
+def _names(option: Any) -> list[str]:
+    return [*option.opts, *option.secondary_opts]
+
+
+# Of each document with programs in Python how many there are; each is run by a test of this file.
+PROGRAMS = {"README.md": 1, "docs/dev/layouts-and-rules.md": 1, "docs/dev/write-a-pass.md": 1}
+
+
+@of_each_document
+def test_the_programs_of_documents_are_run_here(document: Path) -> None:
+    name = str(document.relative_to(_ROOT))
+    assert len(_blocks(name, "python")) == PROGRAMS.get(name, 0)
+
+
+def test_the_page_of_the_passes_has_their_contracts() -> None:
+    assert passes_page.PAGE.read_text() == passes_page.page(), "run python tools/passes_page.py"
 
 
 def test_the_options_of_the_readme_are_those_of_the_commands() -> None:
@@ -115,9 +185,16 @@ def _unnumbered(line: str) -> str:
     return re.sub(r"%view_\d+", "%view", line)
 
 
-def test_the_schedule_of_the_contributing_guide_is_the_one_it_is_said_to_be() -> None:
-    section = (_ROOT / "CONTRIBUTING.md").read_text().partition("### Schedules")[2].partition("\n#")[0]
-    lines = [line for line in section.splitlines() if line.startswith("    ")]
+def test_the_program_that_explains_the_text_form_is_sound() -> None:
+    (text,) = _blocks("docs/dev/layouts-and-rules.md", "text")
+    program = parse_program(text)
+    assert print_program(program) == text
+    verify_static(program)
+
+
+def test_the_schedule_of_the_runtime_page_is_the_one_it_is_said_to_be() -> None:
+    text = (_ROOT / "docs/dev/runtime.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("    ")]
     found = verified(parse_schedule("\n".join(lines)))
     assert found.schedule.ranks == build_schedule("1f1b", pp=2, microbatches=3).ranks
 
@@ -149,10 +226,10 @@ class Negations(nn.Module):
         return torch.neg(torch.neg(y)).square().mean()
 
 
-def test_the_pass_of_the_contributing_guide_does_what_it_says() -> None:
-    first, _ = _blocks("CONTRIBUTING.md", "python")
+def test_the_pass_of_the_guide_does_what_it_says() -> None:
+    (block,) = _blocks("docs/dev/write-a-pass.md", "python")
     scope: dict[str, object] = {}
-    exec(first, scope)
+    exec(block, scope)
     own = scope["drop_negations"]
     assert isinstance(own, Pass)
     plan = fxpar.Plan(tp=2, split={"up": "column", "down": "row"})
@@ -162,11 +239,11 @@ def test_the_pass_of_the_contributing_guide_does_what_it_says() -> None:
     assert (record.name, len(record.erased)) == ("drop_negations", 1)
 
 
-def test_the_rule_of_the_contributing_guide_is_right() -> None:
-    _, second = _blocks("CONTRIBUTING.md", "python")
+def test_the_rule_of_the_guide_is_right() -> None:
+    (block,) = _blocks("docs/dev/layouts-and-rules.md", "python")
     torch.library.define("mylib::gated_silu", "(Tensor gate, Tensor up) -> Tensor")
     torch.library.impl("mylib::gated_silu", "CompositeImplicitAutograd", lambda gate, up: functional.silu(gate) * up)
-    exec(second, {"fxpar": fxpar, "torch": torch})
+    exec(block, {"fxpar": fxpar, "torch": torch})
     operation = torch.ops.mylib.gated_silu.default
     x, y = torch.randn(2, 6, 12, dtype=torch.float64).unbind()
     try:
