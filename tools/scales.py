@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 SOURCES, TESTS = ("fxpar/*.py", "passes/*.py"), ("tests/*.py",)
-DOCUMENTS = ("README.md", "CONTRIBUTING.md")
+DOCUMENTS, PAGES = ("README.md", "CONTRIBUTING.md"), ("docs/*.md",)
 CEILINGS = Path("tools/ceilings.yaml")
 
 # Words that say nothing of what a thing is, and others that the field has its own words for.
@@ -140,9 +140,7 @@ def figures(sources: list[Source], tests: Iterable[Path]) -> dict[str, float]:
     measured["functions over 60 lines"] = sum(source.long for source in sources)
     words = sum((source.words for source in sources), Counter[str]())
     measured |= {f"word {word}": words[word] for word in (*DIALECT, *FILLERS)}
-    for name in DOCUMENTS:
-        measured |= {f"{name} words": 0, f"{name} longest paragraph": 0} | _of_document(name)
-    return measured
+    return measured | _of_documents()
 
 
 def _of_files(sources: list[Source]) -> dict[str, float]:
@@ -211,13 +209,24 @@ def _of_ruff() -> dict[str, float]:
     return {"functions too complex": codes["C901"], "functions over 8 parameters": codes["PLR0913"]}
 
 
-def _of_document(name: str) -> dict[str, float]:
-    """Returns its words, and those of its longest paragraph: no code, tables, headings or lists."""
-    path = Path(name)
-    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S) if path.exists() else ""
-    paragraphs = [part for part in re.split(r"\n\s*\n", text) if not part.lstrip().startswith(("|", "#", "-"))]
-    longest = max((len(part.split()) for part in paragraphs), default=0)
-    return {f"{name} words": len(text.split()), f"{name} longest paragraph": longest}
+def _of_documents() -> dict[str, float]:
+    """Returns words and the longest paragraph of README and CONTRIBUTING, and the longest paragraph of all pages."""
+    measured: dict[str, float] = {}
+    for name in DOCUMENTS:
+        text = _prose(Path(name)) if Path(name).exists() else ""
+        measured |= {f"{name} words": len(text.split()), f"{name} longest paragraph": _longest_paragraph(text)}
+    pages = [_longest_paragraph(_prose(path)) for path in tracked(*PAGES)]
+    return measured | {"docs longest paragraph": max(pages, default=0)}
+
+
+def _prose(path: Path) -> str:
+    return re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
+
+
+def _longest_paragraph(text: str) -> int:
+    """Returns the words of the longest paragraph: no tables, headings or lists."""
+    parts = re.split(r"\n\s*\n", text)
+    return max((len(part.split()) for part in parts if not re.match(r"\s*([|#-]|\d+\.)", part)), default=0)
 
 
 # ---------------------------------------------------------------------- ceilings

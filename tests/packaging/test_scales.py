@@ -30,6 +30,7 @@ class One:  # found in a comment
     "passes/helper.py": "from fxpar.passes.fold import fold\n",
     "tests/test_one.py": "def test_one():\n    pass\n",
     "README.md": "# Title\n\none two three\n\n```\nno words here\n```\n\n- a list of many words that count\n",
+    "docs/dev/page.md": "one two\n\n1. a list of many words that count\n",
 }
 LINES = sum(FILES[name].count("\n") for name in FILES if name.startswith(("fxpar", "passes")))
 MEASURED = {
@@ -50,6 +51,7 @@ MEASURED = {
     "word own": 1,
     "README.md words": 13,
     "README.md longest paragraph": 3,
+    "docs longest paragraph": 2,
 }
 
 
