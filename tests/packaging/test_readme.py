@@ -114,6 +114,12 @@ def test_every_document_is_linked_from_the_readme_on() -> None:
     assert [str(document) for document in DOCUMENTS if document not in known] == []
 
 
+def test_the_map_of_the_source_has_every_room() -> None:
+    text = (_ROOT / "docs/dev/layout.md").read_text()
+    rooms = {f"fxpar/{path.parent.name}/" for path in (_ROOT / "fxpar").glob("*/__init__.py")} - {"fxpar/passes/"}
+    assert sorted(room for room in {*rooms, "passes/"} if f"| `{room}` |" not in text) == []
+
+
 def _shown(document: Path) -> Iterator[list[str]]:
     """Yields the words of each command that a document shows, in a block, an indented line or within a sentence."""
     text = document.read_text()
