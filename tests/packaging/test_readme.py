@@ -18,6 +18,7 @@ from fxpar.cli.main import _application, main
 from fxpar.manager import Pass, PassManager
 from fxpar.oracle.check import check_operation, sample
 from fxpar.passes import DEFAULT_PASSES
+from fxpar.passes.training_passes import STEP_PASSES
 from fxpar.rules import unregister_rule
 from fxpar.schedule.builtin_schedules import build_schedule
 from fxpar.schedule.text import parse_schedule
@@ -168,6 +169,15 @@ def test_the_programs_of_documents_are_run_here(document: Path) -> None:
 
 def test_the_page_of_the_passes_has_their_contracts() -> None:
     assert passes_page.PAGE.read_text() == passes_page.page(), "run python tools/passes_page.py"
+
+
+@pytest.mark.parametrize("file", ["README.md", "docs/verify-and-debug.md"])
+def test_the_way_of_a_program_is_the_order_of_the_passes(file: str) -> None:
+    (way,) = re.findall(r"→ capture →(.*?)→ run$", (_ROOT / file).read_text(), flags=re.DOTALL | re.MULTILINE)
+    shown = re.findall(r"(\w+)(?: \(\w+\))?\s*(?:→|$)", way)
+    order = [item.name for item in (*DEFAULT_PASSES, *STEP_PASSES)]
+    assert shown == [name for name in order if name in shown]
+    assert shown[: len(DEFAULT_PASSES)] == order[: len(DEFAULT_PASSES)]
 
 
 def test_the_options_of_the_readme_are_those_of_the_commands() -> None:
