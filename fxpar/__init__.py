@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from fxpar.api import parallelize as parallelize
     from fxpar.api import prefetch as prefetch
     from fxpar.api import shard_batch as shard_batch
+    from fxpar.checkpoint.initial import materialize as materialize
+    from fxpar.checkpoint.safetensors_files import Checkpoint as Checkpoint
     from fxpar.errors import FxparError as FxparError
     from fxpar.ir.program import Program as Program
     from fxpar.manager import PassManager as PassManager
@@ -21,13 +23,11 @@ if TYPE_CHECKING:
     from fxpar.plan.plan import Plan as Plan
     from fxpar.rules import register_rule as register_rule
     from fxpar.runtime.module import ParallelModule as ParallelModule
-    from fxpar.state.checkpoint import Checkpoint as Checkpoint
-    from fxpar.state.initial import materialize as materialize
 
 __version__ = "0.1.0"
 
 _WHERE = {
-    "Checkpoint": "fxpar.state.checkpoint",
+    "Checkpoint": "fxpar.checkpoint.safetensors_files",
     "Cost": "fxpar.plan.cost",
     "CudaGraphs": "fxpar.plan.option_groups",
     "FxparError": "fxpar.errors",
@@ -35,7 +35,7 @@ _WHERE = {
     "PassManager": "fxpar.manager",
     "Plan": "fxpar.plan.plan",
     "Program": "fxpar.ir.program",
-    "materialize": "fxpar.state.initial",
+    "materialize": "fxpar.checkpoint.initial",
     "parallelize": "fxpar.api",
     "prefetch": "fxpar.api",
     "register_pass": "fxpar.manager",

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxpar.capture.capture import check_model, check_samples
+from fxpar.checkpoint.initial import open_alike
+from fxpar.checkpoint.safetensors_files import Checkpoint
 from fxpar.compile import check_arguments
 from fxpar.errors import InputError, shown
 from fxpar.manager import Pass
@@ -20,8 +22,6 @@ from fxpar.runtime.prefetch import Prefetched
 from fxpar.runtime.refusals import Unwrappable
 from fxpar.runtime.workers import start_workers
 from fxpar.runtime.world import connect, join
-from fxpar.state.checkpoint import Checkpoint
-from fxpar.state.weight_shards import open_alike
 
 _LONGEST_TIMEOUT = 1e7  # a third of a year; the process groups count in microseconds
 

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fxpar.checkpoint.sharded import leaf_of
 from fxpar.ir.program import Program
 from fxpar.ir.step import buffer_of, is_buffer
 from fxpar.ops.mesh_process_groups import process_group
 from fxpar.runtime.world import World
-from fxpar.state.sharded_parameter import leaf_of
 
 if TYPE_CHECKING:
     from fxpar.runtime.runner import Prepared

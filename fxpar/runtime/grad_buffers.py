@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpar.checkpoint.sharded import StageGradient, leaf_of
 from fxpar.ops.products import Destination
 from fxpar.runtime.tensor_addresses import TensorAddresses
-from fxpar.state.sharded_parameter import leaf_of
-from fxpar.state.stage_gradient import StageGradient
 
 # Asked of all parameters at each step, in one call each.
 _GRADIENT, _HOOKS = attrgetter("grad"), attrgetter("_backward_hooks")

@@ -12,17 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fxpar.checkpoint.initial import Loading, parts
+from fxpar.checkpoint.rank_tensors import Line, ModelTensor, RankTensors, ShardSpec, named_tensors
+from fxpar.checkpoint.safetensors_files import Checkpoint
+from fxpar.checkpoint.sharded import Sharded, ShardedParameter
 from fxpar.ir.step import is_mixed, main_dtype
 from fxpar.runtime.master_weights import MainParameter
 from fxpar.runtime.meta_model import attach
 from fxpar.runtime.parameters import Elsewhere, WholeParameter
-from fxpar.state.checkpoint import Checkpoint
-from fxpar.state.initial import ModelTensor, named_tensors
-from fxpar.state.place import ShardSpec
-from fxpar.state.rank_tensors import Line, RankTensors
-from fxpar.state.sharded import Sharded
-from fxpar.state.sharded_parameter import ShardedParameter
-from fxpar.state.weight_shards import Loading, parts
 
 if TYPE_CHECKING:
     from fxpar.runtime.module import ParallelModule

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from fxpar.checkpoint.sharded import leaf_of, local_of
 from fxpar.errors import InputError
 from fxpar.runtime.parameters import Undrawn, WholeParameter, check_replaced
-from fxpar.state.sharded import local_of
-from fxpar.state.sharded_parameter import leaf_of
 
 
 class MainParameter(WholeParameter):

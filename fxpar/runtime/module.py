@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpar.checkpoint.rank_tensors import RankTensors, named_tensors
+from fxpar.checkpoint.safetensors_files import Checkpoint
+from fxpar.checkpoint.state_dicts import fingerprints
 from fxpar.errors import InputError, shown
 from fxpar.ir.program import PRECISION_DTYPES, Program
 from fxpar.ir.step import is_mixed, main_dtype
@@ -46,10 +49,6 @@ from fxpar.runtime.stage_assignment import own_stages
 from fxpar.runtime.stateful import Stateful
 from fxpar.runtime.training import StepFlags, Training, check_norm
 from fxpar.runtime.world import World
-from fxpar.state.checkpoint import Checkpoint
-from fxpar.state.full_state import fingerprints
-from fxpar.state.initial import named_tensors
-from fxpar.state.rank_tensors import RankTensors
 
 
 class ParallelModule(Stateful):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpar.checkpoint.sharded import Sharded, leaf_of
 from fxpar.errors import InputError
 from fxpar.ir.program import Parameter
 from fxpar.ir.step import is_buffer, is_copy, is_counted, written
@@ -29,8 +30,6 @@ from fxpar.runtime.random_state import RandomState
 from fxpar.runtime.rank_consensus import Agreement
 from fxpar.runtime.tensor_addresses import TensorAddresses
 from fxpar.runtime.tensors import Tensors
-from fxpar.state.sharded import Sharded
-from fxpar.state.sharded_parameter import leaf_of
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fxpar.checkpoint.initial import load
+from fxpar.checkpoint.rank_tensors import RankTensors
+from fxpar.checkpoint.safetensors_files import Checkpoint
+from fxpar.checkpoint.state_dicts import (
+    full_state_dict,
+    load_full_state_dict,
+    load_sharded_state_dict,
+    save_checkpoint,
+    sharded_state_dict,
+)
+from fxpar.checkpoint.training_saves import Extras, TrainingProgress, resume_training, save_training
 from fxpar.errors import InputError
 from fxpar.plan.plan import Plan
 from fxpar.runtime.random_state import RandomState
 from fxpar.runtime.rank_consensus import together_at_once
 from fxpar.runtime.refusals import Root
-from fxpar.state import distributed_state
-from fxpar.state.checkpoint import Checkpoint
-from fxpar.state.export import save_checkpoint
-from fxpar.state.full_state import full_state_dict, load_full_state_dict
-from fxpar.state.rank_tensors import RankTensors
-from fxpar.state.training_checkpoint import Extras, TrainingProgress, resume_training, save_training
-from fxpar.state.weight_shards import load
 
 if TYPE_CHECKING:
     from fxpar.runtime.programs import Programs
@@ -77,7 +81,7 @@ class Stateful(Root):
                 where="state_dict()",
                 remedy="save this module by itself, not as a part of another",
             )
-        return distributed_state.state_dict(self._held())
+        return sharded_state_dict(self._held())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads what `state_dict` of a module of the same plan gave, or whole tensors, of which each rank takes parts.
@@ -92,7 +96,7 @@ class Stateful(Root):
                 where="load_state_dict()",
                 remedy="leave it out: values are copied",
             )
-        return distributed_state.load_state_dict(self._held(), state_dict, strict)
+        return load_sharded_state_dict(self._held(), state_dict, strict)
 
     @together_at_once
     def save_checkpoint(self, folder: str | Path, shard_size: int | str = "5GB") -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxpar.state.sharded_parameter import leaf_of
+from fxpar.checkpoint.sharded import leaf_of
 
 
 class Tensors:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fxpar.checkpoint.sharded import Sharded, local_of
+from fxpar.checkpoint.sharded_ops import norms
 from fxpar.errors import InputError, shown
 from fxpar.runtime.budget import Budget, Overflow
 from fxpar.runtime.buffer_updates import Written
@@ -31,8 +33,6 @@ from fxpar.runtime.pipeline import Pipeline
 from fxpar.runtime.random_state import RandomState
 from fxpar.runtime.runner import Prepared
 from fxpar.runtime.tensors import Tensors
-from fxpar.state.sharded import Sharded, local_of
-from fxpar.state.sharded_reduce import norms
 
 
 @dataclass(frozen=True)

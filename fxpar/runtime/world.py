@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fxpar.checkpoint.rank_tensors import RankMesh
 from fxpar.errors import PlanError, RankError
 from fxpar.mesh.axes import PURPOSES, Cuts, joined_names
 from fxpar.mesh.mesh import Mesh
@@ -25,7 +26,6 @@ from fxpar.plan.plan import Plan
 from fxpar.runtime.alarm import abort_groups
 from fxpar.runtime.meeting import hosts
 from fxpar.runtime.rank_consensus import Agreement, connected, plan_facts
-from fxpar.state.rank_tensors import RankMesh
 
 
 @dataclass(frozen=True)

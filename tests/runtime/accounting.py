@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpar
 from fxpar.analysis.communication import collectives
+from fxpar.checkpoint.sharded import local_of
 from fxpar.runtime.steps import FinishedForward
-from fxpar.state.sharded import local_of
 from tests.runtime import chosen
 from tests.runtime.jobs import Found, case_module, kept, tp
 from tests.zoo import CASES

@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpar
 from fxpar.analysis.communication import collectives
+from fxpar.checkpoint.sharded import whole_of
 from fxpar.cli.models import load_model
 from fxpar.errors import FxparError
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.steps import FinishedForward
-from fxpar.state.sharded import whole_of
 from tests.runtime import accounting, jobs
 
 Found = dict[str, Any]

@@ -14,8 +14,8 @@ import transformers
 from torch import Tensor, nn
 
 import fxpar
+from fxpar.checkpoint.sharded import local_of
 from fxpar.runtime.graphs.standin import poison
-from fxpar.state.sharded import local_of
 
 VOCABULARY = 256
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 import transformers
 
+from fxpar.checkpoint.initial import Loading
 from fxpar.plan.plan import Plan
 from fxpar.rules import unregister_rule
-from fxpar.state.weight_shards import Loading
 from tests.cli.tool import fxpar
 from tests.runtime.world import World
 from tests.samples.scripts import called, script

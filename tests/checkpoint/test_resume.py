@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from fxpar.errors import CheckpointError, InputError
+from tests.checkpoint import training_jobs as jobs
+from tests.checkpoint.training_jobs import Training
 from tests.runtime.jobs import Found
 from tests.runtime.world import JOBS, RankFailed, World
-from tests.state import training_jobs as jobs
-from tests.state.training_jobs import Training
 
 
 def assert_equal(found: Found, wanted: Found) -> None:

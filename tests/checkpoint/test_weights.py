@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 
 import fxpar
 from fxpar.errors import CheckpointError
+from tests.checkpoint import weight_jobs
+from tests.checkpoint.test_full_state import assert_equal_states
+from tests.checkpoint.weight_jobs import LIMIT, SEED, meta
 from tests.runtime import models
 from tests.runtime.world import World
-from tests.state import weight_jobs
-from tests.state.test_full_state import assert_equal_states
-from tests.state.weight_jobs import LIMIT, SEED, meta
 
 
 def reference(name: str) -> Any:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import fxpar
+from fxpar.checkpoint.initial import initialised
+from fxpar.checkpoint.rank_tensors import named_tensors
 from fxpar.errors import InputError
-from fxpar.state.initial import initialised, named_tensors
-from tests.state.live import LiveBytes
+from tests.checkpoint.live import LiveBytes
 from tests.zoo import CASES
 
 

@@ -1,9 +1,9 @@
 """Saves all that a training is, and takes it up again.
 
-Enters: what a rank holds, its optimizer, and what else belongs to a training: scheduler, position, loss scaler.
-Leaves: a folder with safetensors under the author's names (`model`, which transformers' `from_pretrained` reads, and
-`optimizer.KEY` for each state) and `training.json`. Every rank writes and reads its own parts, and nothing in the
-folder depends on the plan. How a save becomes complete is in `saves.py`.
+A save is a folder with safetensors under the author's names (`model`, which transformers' `from_pretrained` reads, and
+`optimizer.KEY` for each state) and `training.json`. Every rank writes and reads its own parts, and nothing depends on
+the plan. A save is there whole or not at all: it is written to `saving-…`, and one rename by rank 0 to
+`training-00000001` and on makes it count.
 """
 
 from __future__ import annotations
@@ -11,30 +11,192 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shutil
+import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fxpar.checkpoint.initial import load
+from fxpar.checkpoint.optimizer_state import check_fits, collect, decode, document, encode, restore
+from fxpar.checkpoint.rank_tensors import RankTensors
+from fxpar.checkpoint.safetensors_files import BoxFile, Checkpoint, Spec, index_document, split_files
+from fxpar.checkpoint.sharded import local_of
+from fxpar.checkpoint.state_dicts import bytes_of, folder_of, save_configuration, saved_once
 from fxpar.errors import CheckpointError, InputError, shown
 from fxpar.layout.layout import Layout
 from fxpar.layout.shards import Box, boxes
 from fxpar.plan.plan import Plan
-from fxpar.state import saves
-from fxpar.state.checkpoint import Checkpoint
-from fxpar.state.distributed_state import saved_once
-from fxpar.state.export import bytes_of, folder_of, save_configuration
-from fxpar.state.json_values import decode, document, encode
-from fxpar.state.optimizer_state import check_fits, collect, restore
-from fxpar.state.rank_tensors import RankTensors
-from fxpar.state.sharded import local_of
-from fxpar.state.sharded_safetensors import BoxFile, Spec, index_document, split_files
-from fxpar.state.weight_shards import load
+
+DOCUMENT = "training.json"
+_COMPLETE = re.compile(r"training-(\d{8})")
+_LEFTOVER = re.compile(r"(saving|removing)-\d{8}")
+# Seconds in which what one machine wrote is seen by the others.
+_DELAY = 10.0
+
+_T = TypeVar("_T")
+
+
+@contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Turns what the file system refuses into an error that names the place."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"cannot be written: {error.strerror or error}"
+        raise CheckpointError(reason, where=str(path), remedy="check the folder and the space left") from error
+
+
+def completed(folder: Path) -> list[Path]:
+    """All saves, the oldest first."""
+    try:
+        saves = [path for path in folder.iterdir() if _COMPLETE.fullmatch(path.name)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot be read: {error.strerror or error}", where=str(folder), remedy="check the path"
+        ) from error
+    return sorted(saves)
+
+
+def newest(folder: Path) -> Path:
+    """The last save.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if _COMPLETE.fullmatch(folder.name) and (folder / DOCUMENT).is_file():
+        return folder  # a certain one
+    saves = completed(folder)
+    if saves:
+        return saves[-1]
+    is_there = folder.is_dir()
+    raise CheckpointError(
+        "holds no completed save" if is_there else "there is no such folder",
+        where=str(folder),
+        remedy="check the path; weights alone are loaded with load_checkpoint" if is_there else "check the path",
+    )
+
+
+def begin(folder: Path) -> Path:
+    """Removes what killed saves left and makes the folder of the next one. Of rank 0."""
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            if _LEFTOVER.fullmatch(path.name):
+                shutil.rmtree(path)
+        known = completed(folder)
+        number = int(known[-1].name[-8:]) + 1 if known else 1
+        fresh = folder / f"saving-{number:08d}"
+        fresh.mkdir()
+    return fresh
+
+
+def begun(folder: Path) -> Path:
+    """The folder that rank 0 has made, as another rank sees it.
+
+    Raises:
+        CheckpointError: this rank does not see it.
+    """
+
+    def look() -> Path | None:
+        folders = [path for path in folder.glob("saving-*") if _LEFTOVER.fullmatch(path.name)]
+        return folders[0] if len(folders) == 1 else None
+
+    fresh = eventually(look)
+    if fresh is None:
+        raise not_shared(folder)
+    return fresh
+
+
+def eventually(look: Callable[[], _T | None]) -> _T | None:
+    """What another machine wrote, as soon as it is seen here."""
+    deadline = time.monotonic() + _DELAY
+    while True:
+        seen = look()
+        if seen is not None or time.monotonic() > deadline:
+            return seen
+        time.sleep(0.05)
+
+
+def appears(path: Path) -> bool:
+    """Whether a file of another machine is seen here."""
+    return eventually(lambda: path if path.is_file() else None) is not None
+
+
+def not_shared(folder: Path) -> CheckpointError:
+    """The error that ranks see different folders."""
+    return CheckpointError(
+        "is not the same folder on all ranks",
+        where=str(folder),
+        remedy="save to a file system that all machines mount",
+    )
+
+
+def finish(fresh: Path, document: bytes, keep: int) -> Path:
+    """Makes a save count, and removes older ones. Of rank 0, when all ranks have written.
+
+    Args:
+        keep: how many stay.
+    """
+    folder = fresh.parent
+    final = folder / fresh.name.replace("saving", "training")
+    with writable(fresh):
+        write_synced(fresh / DOCUMENT, document)
+        sync_folder(fresh)
+        fresh.rename(final)
+        sync_folder(folder)
+        for path in completed(folder)[:-keep]:
+            gone = path.rename(folder / path.name.replace("training", "removing"))
+            shutil.rmtree(gone)
+    return final
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Writes a file to the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Writes a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_document(path: Path) -> Any:
+    """A JSON document of a save.
+
+    Raises:
+        CheckpointError: it cannot be read or is none.
+    """
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise damaged(path, f"cannot be read: {error}") from error
+    if not isinstance(document, dict):
+        raise damaged(path, "is no document of a save")
+    return document
+
+
+def damaged(path: Path, reason: str) -> CheckpointError:
+    """The error that a save is not as it was written."""
+    return CheckpointError(reason, where=str(path), remedy="remove this save, to resume from the one before it")
+
 
 VERSION = 1
 _WEIGHTS = "model"
@@ -116,26 +278,26 @@ def save_training(
     }
     facts = {key: _fact(value) for key, value in content.items()}
     if local_weights.rank == 0:
-        fresh = saves.begin(root)
-        with saves.writable(fresh):
+        fresh = begin(root)
+        with writable(fresh):
             for entry in _files(fresh, content):
                 entry.file.create()
             for kind, by_file in files.items():
                 if len(by_file) > 1:
                     text = index_document(specs[kind], by_file)
-                    saves.write_synced(fresh / f"{kind}.safetensors.index.json", text.encode())
+                    write_synced(fresh / f"{kind}.safetensors.index.json", text.encode())
             save_configuration(fresh, model, weights)
     local_weights.agree(facts, "train alike on every rank, and pass the same position")
-    fresh = fresh if local_weights.rank == 0 else saves.begun(root)
-    with saves.writable(fresh):
+    fresh = fresh if local_weights.rank == 0 else begun(root)
+    with writable(fresh):
         checks = {
             entry.file.path.name: _write(local_weights, entry, tensors[entry.kind]) for entry in _files(fresh, content)
         }
-        saves.write_synced(fresh / _checks(local_weights.rank), _sealed({"files": checks}))
+        write_synced(fresh / _checks(local_weights.rank), _sealed({"files": checks}))
     local_weights.agree({}, "")  # all have written
     if local_weights.rank == 0:
         _check_written(fresh, content)
-        fresh = saves.finish(fresh, _sealed(content), keep)
+        fresh = finish(fresh, _sealed(content), keep)
     local_weights.agree({}, "")  # it counts
     return root / fresh.name.replace("saving", "training")
 
@@ -184,9 +346,9 @@ def _write(weights: RankTensors, entry: _File, tensors: Mapping[str, Tensor]) ->
     mine = [(name, box) for name in entry.specs for box in _boxes(weights, name, entry.specs[name]) if box.stands]
     if not mine:
         return rows
-    opened = saves.eventually(lambda: _opened(entry.file.path))
+    opened = eventually(lambda: _opened(entry.file.path))
     if opened is None:
-        raise saves.not_shared(entry.file.path.parent)
+        raise not_shared(entry.file.path.parent)
     try:
         for name, box in mine:
             check = entry.file.write(opened, name, box, local_of(tensors[name]))
@@ -224,8 +386,8 @@ def _check_written(fresh: Path, content: Mapping[str, Any]) -> None:
     known = {entry.file.path.name: entry.file for entry in _files(fresh, content)}
     for rank in range(content["ranks"]):
         path = fresh / _checks(rank)
-        if not saves.appears(path):
-            raise saves.not_shared(fresh.parent)
+        if not appears(path):
+            raise not_shared(fresh.parent)
         for file, rows in _unsealed(path)["files"].items():
             for name, offsets, sizes, check in sorted(rows, key=lambda row: _product(row[2]))[:1]:
                 with known[file].path.open("rb") as opened:
@@ -255,9 +417,9 @@ def _sealed(content: Mapping[str, Any]) -> bytes:
 
 
 def _unsealed(path: Path) -> Any:
-    sealed = saves.read_document(path)
+    sealed = read_document(path)
     if not isinstance(sealed.get("content"), dict) or zlib.crc32(document(sealed["content"])) != sealed.get("check"):
-        raise saves.damaged(path, "is not as it was written: its check sum differs")
+        raise damaged(path, "is not as it was written: its check sum differs")
     return sealed["content"]
 
 
@@ -276,8 +438,8 @@ def resume_training(
         CheckpointError: there is none, it is damaged, or it is of another model or optimizer; nothing is loaded then.
         InputError: the ranks have different saves.
     """
-    path = saves.newest(folder_of(folder))
-    content = _unsealed(path / saves.DOCUMENT)
+    path = newest(folder_of(folder))
+    content = _unsealed(path / DOCUMENT)
     if content.get("version") != VERSION:
         raise CheckpointError(
             f"has version {content.get('version')!r}, and this is {VERSION}",
@@ -342,7 +504,7 @@ def _check_files(weights: RankTensors, path: Path, content: Mapping[str, Any]) -
     known = {entry.file.path.name: entry.file for entry in _files(path, content)}
     for file in known.values():
         if not file.is_whole():
-            raise saves.damaged(file.path, "is missing, or has another length or header than when it was saved")
+            raise damaged(file.path, "is missing, or has another length or header than when it was saved")
     rows = [
         (file, *row)
         for rank in range(content["ranks"])
@@ -352,7 +514,7 @@ def _check_files(weights: RankTensors, path: Path, content: Mapping[str, Any]) -
     for file, name, offsets, sizes, check in rows[weights.rank :: weights.size]:
         with known[file].path.open("rb") as opened:
             if known[file].check(opened.fileno(), name, _box(offsets, sizes)) != check:
-                raise saves.damaged(known[file].path, f"holds other bytes of {name} than when it was saved")
+                raise damaged(known[file].path, f"holds other bytes of {name} than when it was saved")
 
 
 def _restore_optimizer(weights: RankTensors, path: Path, content: Mapping[str, Any], optimizer: Optimizer) -> None:

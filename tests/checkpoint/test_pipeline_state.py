@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import fxpar
+from tests.checkpoint import pipeline_jobs as jobs
 from tests.runtime import models
 from tests.runtime.jobs import Found
 from tests.runtime.pipeline_jobs import deep
 from tests.runtime.world import World
-from tests.state import pipeline_jobs as jobs
 
 SPLIT = {"up.*": "column", "down.*": "row"}
 TENSOR_PARALLEL: dict[str, Any] = {"tp": 2, "split": SPLIT}

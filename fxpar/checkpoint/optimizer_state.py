@@ -1,13 +1,15 @@
-"""An optimizer's state by the author's names, for a save and from it.
+"""Says what of an optimizer is saved: tensors by state key and parameter, and JSON of what is no tensor.
 
-Enters: what a rank holds and an optimizer of it. Leaves: tensors by state key and parameter, and a document of what is
-no tensor; and back. One rule for all optimizers: what has a parameter's shape is cut as the parameter is, what is one
-number is the same on all ranks. Anything else is refused by name.
+One rule for all optimizers: what has a parameter's shape is cut as the parameter is, what is one number is the same on
+all ranks. Anything else is refused by name.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fxpar.checkpoint.rank_tensors import Line, RankTensors
+from fxpar.checkpoint.safetensors_files import can_hold
+from fxpar.checkpoint.sharded import Sharded, local_of
 from fxpar.errors import CheckpointError, InputError
-from fxpar.state.json_values import decode, encode
-from fxpar.state.rank_tensors import Line, RankTensors
-from fxpar.state.sharded import Sharded, local_of
-from fxpar.state.sharded_safetensors import can_hold
+from fxpar.ir.program import DTYPE_NAMES, DTYPES
 
 # How a step is computed on the machine at hand, and not what.
 _MACHINE = frozenset(("foreach", "fused", "capturable", "differentiable"))
@@ -255,3 +257,76 @@ def _names(weights: RankTensors, optimizer: Any) -> dict[int, str]:
 
 def _kind(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+_TAGS = ("tuple", "float", "items", "counter", "scalar")
+
+
+def encode(value: Any, where: str) -> Any:
+    """A value of JSON from which `decode` makes the same again.
+
+    Args:
+        where: what the value is, for errors.
+
+    Raises:
+        CheckpointError: something in it has no plain form; names the place.
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if type(value) in (list, tuple):
+        encoded = [encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return encoded if type(value) is list else {"tuple": encoded}
+    if type(value) is Counter or isinstance(value, dict):
+        return _encode_mapping(value, where)
+    if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in DTYPE_NAMES and not value.is_complex():
+        return {"scalar": [DTYPE_NAMES[value.dtype], encode(value.item(), where)]}
+    raise CheckpointError(
+        f"a {type(value).__module__}.{type(value).__qualname__} cannot be written as JSON",
+        where=where,
+        remedy="keep numbers, texts, lists and dicts there; set the rest up again before resuming",
+    )
+
+
+def _encode_mapping(value: dict[Any, Any], where: str) -> Any:
+    if type(value) not in (dict, Counter):
+        raise CheckpointError(
+            f"a {type(value).__qualname__} cannot be written as JSON", where=where, remedy="keep a plain dict there"
+        )
+    items = [[encode(key, f"{where}: a key"), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
+    if type(value) is Counter:
+        return {"counter": items}
+    if all(type(key) is str for key in value) and not (len(value) == 1 and next(iter(value)) in _TAGS):
+        return dict(items)
+    return {"items": items}
+
+
+def decode(value: Any) -> Any:
+    """Inverse of `encode`."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag, content = next(iter(value.items())) if len(value) == 1 else ("", None)
+    if tag == "tuple":
+        return tuple(decode(content))
+    if tag == "float":
+        return float(str(content))
+    if tag == "items":
+        return {_key(key): decode(item) for key, item in content or ()}
+    if tag == "counter":
+        return Counter({_key(key): decode(item) for key, item in content or ()})
+    if tag == "scalar":
+        name, number = content or ("f32", 0.0)
+        return torch.tensor(decode(number), dtype=DTYPES[name])
+    return {key: decode(item) for key, item in value.items()}
+
+
+def _key(key: Any) -> Any:
+    return decode(key)
+
+
+def document(value: Any) -> bytes:
+    """The bytes of a document that `encode` made."""
+    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as schedules
 
+from fxpar.checkpoint.optimizer_state import decode, document, encode
 from fxpar.errors import CheckpointError
-from fxpar.state.json_values import decode, document, encode
 
 VALUES: list[Any] = [
     None,

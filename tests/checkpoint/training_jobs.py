@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 import fxpar
+from fxpar.checkpoint.sharded import whole_of
 from fxpar.runtime.module import ParallelModule
-from fxpar.state.sharded import whole_of
+from tests.checkpoint import weight_jobs
 from tests.runtime import models
 from tests.runtime.jobs import Found, kept, tp
-from tests.state import weight_jobs
 
 ROWS = 4
 

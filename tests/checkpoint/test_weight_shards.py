@@ -15,16 +15,15 @@ from torch import Tensor, nn
 
 import fxpar
 from fxpar.capture.capture import capture
+from fxpar.checkpoint.initial import Loading, parts
+from fxpar.checkpoint.rank_tensors import RankTensors, named_tensors
 from fxpar.errors import CheckpointError
 from fxpar.ir.program import output_layouts
 from fxpar.layout.layout import I, Layout, Piece, Placement, padded_shard, shard
 from fxpar.layout.shards import boxes, local_block
 from fxpar.manager import PassManager
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.state.initial import named_tensors
-from fxpar.state.rank_tensors import RankTensors
-from fxpar.state.weight_shards import Loading, parts
-from tests.state.live import LiveBytes
+from tests.checkpoint.live import LiveBytes
 from tests.zoo import CASES
 
 SEED = 11

@@ -13,13 +13,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import fxpar
+from fxpar.checkpoint.rank_tensors import ShardSpec
+from fxpar.checkpoint.sharded import Sharded
 from fxpar.layout.layout import Layout, shard
 from fxpar.runtime.module import ParallelModule
-from fxpar.state.place import ShardSpec
-from fxpar.state.sharded import Sharded
+from tests.checkpoint.live import LiveBytes
 from tests.runtime import models
 from tests.runtime.jobs import Found, kept, refusal, tp
-from tests.state.live import LiveBytes
 
 SEED, LIMIT = 7, 1000
 _SIZES: dict[str, Any] = {"vocab_size": 29, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
