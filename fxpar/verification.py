@@ -13,11 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from fxpar.analysis.flops import uncounted
-from fxpar.analysis.parallel_fraction import split_flops
 from fxpar.capture.capture import check_samples
 from fxpar.capture.prepared_model import in_precision
 from fxpar.compile import check_arguments, compile_model
+from fxpar.cost.flops import split_flops, uncounted
 from fxpar.errors import CheckFailed, InputError
 from fxpar.ir.program import Program
 from fxpar.manager import Pass

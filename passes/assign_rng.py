@@ -25,6 +25,7 @@ from fxpar.ir.program import (
     set_note,
     tensor_type,
 )
+from fxpar.ir.step import RNG_PATH
 from fxpar.layout.layout import I, Layout, R, V
 from fxpar.manager import register_pass
 from fxpar.ops.random import attention, axis_index, dropout, uniform, uniform_like
@@ -203,9 +204,6 @@ DISTRIBUTIONS: Mapping[Any, Distribution] = {
     aten.cauchy.default: _cauchy,
     aten.rrelu.default: _leaky,
 }
-
-
-RNG_PATH = "fxpar.rng"
 
 
 @register_pass("assign_rng", requires={Property.CANONICAL, Property.COLLECTIVES}, provides={Property.RNG})

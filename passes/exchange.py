@@ -9,8 +9,8 @@ from functools import partial
 
 from torch import fx
 
-from fxpar.analysis.buffer_reuse import Handshakes, copyable, handshakes, is_shot, is_sum
-from fxpar.analysis.exposed import travels
+from fxpar.cost.buffer_reuse import Handshakes, copyable, handshakes, is_shot, is_sum
+from fxpar.cost.seconds import travels
 from fxpar.exchange.symmetric_buffer import BUFFERS
 from fxpar.ir.program import Program, Property, copy_node, note, update
 from fxpar.ir.regions import Region, inlined, region_of
@@ -40,7 +40,7 @@ def exchange(program: Program) -> Program:
     one kernel writes into the others' memory, waits for what comes from there and adds. It needs multiprocessors, which
     are free then. So is what ranks send of tokens that others need, in any case: which these are a kernel alone sees.
 
-    Terms: see `fxpar.analysis.buffer_reuse`, which says what may share a buffer. A node of a region stands for all that
+    Terms: see `fxpar.cost.buffer_reuse`, which says what may share a buffer. A node of a region stands for all that
     it is in the calls.
 
     Algorithm: in order, each takes the first buffer that it may share with all that have it. What both opens and closes

@@ -6,8 +6,7 @@ from collections.abc import Collection
 
 from torch import fx
 
-from fxpar.analysis.capturable import why_not_capturable
-from fxpar.analysis.module_scopes import scopes
+from fxpar.cost.capturable import scopes, why_not_capturable
 from fxpar.errors import InputError, PassError
 from fxpar.ir.program import Program, Property, ScalarType, note, operands, output_types, update
 from fxpar.ir.regions import regions

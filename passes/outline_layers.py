@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxpar.analysis.periods import behind_rows, parts
-from fxpar.analysis.row_runs import row_runs
+from fxpar.cost.layers import behind_rows, parts, row_runs
 from fxpar.ir.grad_flow import plain
 from fxpar.ir.program import (
     Note,
@@ -61,10 +60,10 @@ def outline_layers(program: Program) -> Program:
     one phase. Its *canonical text* names inner operands by position, outer ones by the first use, draws by the first of
     their identity. Parts of one canonical text are one region, whose results are what is used of any of them.
 
-    Algorithm: the tokens of each phase in order are cut where they repeat and least lives (`fxpar.analysis.periods`);
+    Algorithm: the tokens of each phase in order are cut where they repeat and least lives (`fxpar.cost.layers`);
     neither a name nor a number of layers enters. In front of a norm that is between the residual connection and what
     reads it: the norm would read from memory what the kernel before had, and no sum of ranks could be computed in one
-    kernel with it. So the cuts are moved behind the operations on rows that follow (`fxpar.analysis.row_runs`), to
+    kernel with it. So the cuts are moved behind the operations on rows that follow (`row_runs`), to
     where fewest values are read again: in front of the next product or collective, which reads from memory in any case.
     The first layer's norm is then outside, the last layer has that behind it; where that is none or another one, or
     reads another value, cuts stay, since the last layer would be none of the region. A cut is a guess and texts are the

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxpar.analysis.stage_cut_points import Divisible, divisible
+from fxpar.cost.stage_cut_points import Divisible, divisible
 from fxpar.errors import PassError, PlanError
 from fxpar.ir.program import Note, Program, Property, TensorType, copy_node, describe, note, set_note, update
 from fxpar.ir.stages import is_one_stage, stage_of

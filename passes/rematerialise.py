@@ -7,12 +7,11 @@ from math import prod
 import torch
 from torch import fx
 
-from fxpar.analysis.communication import Collective, collectives, symbol_sizes
-from fxpar.analysis.flops import matmul_flops, unknown_product
-from fxpar.analysis.layers import layers
-from fxpar.analysis.ring import collective_seconds
-from fxpar.analysis.seconds import again_seconds
-from fxpar.analysis.storages import Storages, storages
+from fxpar.cost.communication import Collective, collectives, symbol_sizes
+from fxpar.cost.flops import matmul_flops, unknown_product
+from fxpar.cost.layers import layers
+from fxpar.cost.seconds import again_seconds, collective_seconds
+from fxpar.cost.storages import Storages, storages
 from fxpar.errors import PlanError
 from fxpar.ir.grad_flow import weights_of
 from fxpar.ir.operators import computed_fraction

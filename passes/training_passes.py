@@ -6,10 +6,14 @@ or without one all outputs that carry a gradient, by all parameters that are tra
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
-from fxpar.manager import Pass
-from fxpar.passes.differentiate import differentiate, of_outputs
+from fxpar.ir.program import Program, Property
+from fxpar.ir.regions import inlined
+from fxpar.ir.stages import stages_of
+from fxpar.manager import Pass, PassManager
+from fxpar.ops.lower import Lowered
+from fxpar.passes.differentiate import differentiable, differentiate, of_outputs
 from fxpar.passes.exchange import exchange, exchange_over
 from fxpar.passes.mark_regions import mark_regions
 from fxpar.passes.outline_layers import outline_layers
@@ -54,3 +58,37 @@ def step_passes(
     if copies is not None:
         passes[-1] = exchange_over(copies)
     return passes
+
+
+def counted_steps(
+    program: Program,
+    lowering: Callable[[Program], Lowered],
+    *,
+    of_stage: int | None = None,
+    copies: Collection[str] | None = None,
+) -> Iterator[tuple[Program, Program, Lowered]]:
+    """Yields what a report counts of each stage, or of the whole: its program, its step, and the step lowered.
+
+    A step has the gradients of the loss and of what a stage sends, and returns no other outputs where there are such.
+    Calls of regions are written out.
+
+    Args:
+        program: after all passes of the forward, or a step.
+        lowering: what a rank runs of a program, on the `stand_in` of its device; groups may have any names.
+        of_stage: of a pipeline the only stage that is wanted.
+        copies: as for `step_passes`.
+    """
+    program = inlined(program)
+    if Property.STEP in program.properties:
+        yield program, program, lowering(program)
+        return
+    if Property.STAGES in program.properties:
+        forwards = [(s.program, s.tangents, s.sent) for s in stages_of(program) if of_stage in (None, s.number)]
+    else:
+        tangents = tuple(name for name in differentiable(program) if not program.loss or name == program.loss)
+        forwards = [(program, tangents, ())]
+    for forward, tangents, sent in forwards:
+        trained = [p.fqn for p in forward.parameters if p.trainable]
+        outputs = [name for name in forward.outputs if name in sent or name == forward.loss] or forward.outputs
+        step = inlined(PassManager(step_passes(outputs, tangents, trained, copies=copies)).run(forward))
+        yield forward, step, lowering(step)

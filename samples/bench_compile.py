@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.table import Table
 
 import fxpar
-from fxpar.analysis.parallel_fraction import split_flops
 from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
+from fxpar.cost.flops import split_flops
 from fxpar.ir.program import PassRecord
 from fxpar.manager import Verifier
 from fxpar.passes import DEFAULT_PASSES

@@ -26,7 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.tensor import DTensor
 
 import fxpar
-from fxpar.analysis.communication import collectives
+from fxpar.cost.communication import collectives
 from fxpar.ir.program import note
 
 BATCH, LENGTH, TOLERANCE = 8, 128, 1e-4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fxpar.analysis.communication import collectives
+from fxpar.cost.communication import collectives
 from fxpar.ir.program import Program, note
 
 

@@ -23,8 +23,8 @@ from fxpar.ir.program import Property
 if TYPE_CHECKING:
     from torch import fx
 
-    from fxpar.analysis.balance import Received
     from fxpar.cli.files import Start
+    from fxpar.cost.stage_cut_points import Received
     from fxpar.ir.program import Program
     from fxpar.pipeline.compiler.partition import CutExplanation, Goals
     from fxpar.sharding.layout_explanation import Explanation
@@ -100,8 +100,8 @@ def explain(
 
 def _explain_cut(ui: Ui, start: Start, name: str) -> CommandResult | None:
     """Why a cut lies where it does; None where the name is that of another node."""
-    from fxpar.analysis.balance import stage_shares
     from fxpar.cli.files import run_passes
+    from fxpar.cost.stage_cut_points import stage_shares
     from fxpar.ir.stages import crossings
     from fxpar.passes import DEFAULT_PASSES, partition_stages
     from fxpar.pipeline.compiler.partition import explain_cut

@@ -32,11 +32,10 @@ from fxpar.cli.plan_flags import EXAMPLE_FLAGS, MODE_FLAG, PLAN_FLAGS, Request
 from fxpar.compile import capture_differentiable
 from fxpar.errors import InputError
 from fxpar.ir.program import DTYPE_NAMES, Input, PassRecord, Program
-from fxpar.ir.step import output_of
+from fxpar.ir.step import RNG_PATH, output_of
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.manager import Pass, PassManager
 from fxpar.ops.functions import function
-from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import VERSION, print_program
 from fxpar.verify.faithful import compare, findings

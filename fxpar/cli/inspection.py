@@ -21,8 +21,8 @@ from fxpar.cli.program_commands import OfStage, check_stage, steps, warn_unsplit
 from fxpar.errors import InputError
 
 if TYPE_CHECKING:
-    from fxpar.analysis.capturable import Boundary, CaptureRegion
-    from fxpar.analysis.exposed import Travel
+    from fxpar.cost.capturable import Boundary, CaptureRegion
+    from fxpar.cost.seconds import Travel
     from fxpar.ir.program import Program
 
 _ELSEWHERE = "elsewhere"
@@ -145,8 +145,8 @@ def comm(
 
     Of a pipeline those of each stage's step of a microbatch; `fxpar report` says what crosses its cuts.
     """
-    from fxpar.analysis.exposed import travels
     from fxpar.cli.files import open_start
+    from fxpar.cost.seconds import travels
 
     start = open_start(ui, request)
     check_stage(start, of_stage)
@@ -194,7 +194,7 @@ def sizes_of(program: Program, options: Sequence[str]) -> dict[str, int]:
     Raises:
         InputError: an unknown symbol, one twice, no positive integer, or sizes that no tensor has.
     """
-    from fxpar.report.build_report import check_countable
+    from fxpar.cost.build_report import check_countable
 
     known: list[str] = [s.name for s in program.symbols]
     sizes: dict[str, int] = {}
@@ -219,7 +219,7 @@ def sizes_of(program: Program, options: Sequence[str]) -> dict[str, int]:
 
 
 def _show_comm(stdout: Console, name: str, program: Program, travels: Sequence[Travel], values: dict[str, int]) -> None:
-    from fxpar.analysis.communication import layer_of
+    from fxpar.cost.communication import layer_of
     from fxpar.ir.program import note
 
     at = ", ".join(f"{symbol} = {value}" for symbol, value in values.items()) or "fixed sizes"
@@ -272,8 +272,8 @@ def _show_totals(stdout: Console, travels: Sequence[Travel]) -> None:
 
 def regions(ui: Ui, request: Request, size: Sizes = None, of_stage: OfStage = None) -> CommandResult:
     """Lists the parts of a training step that CUDA graphs can hold: what enters and leaves them, and what ends them."""
-    from fxpar.analysis.capturable import capture_regions
     from fxpar.cli.files import open_start
+    from fxpar.cost.capturable import capture_regions
 
     start = open_start(ui, request)
     check_stage(start, of_stage, needed=True)

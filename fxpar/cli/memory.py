@@ -20,7 +20,7 @@ from fxpar.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fxpar.report import Report as Figures
+    from fxpar.cost import Report as Figures
 
 Optimizer = Annotated[
     str, typer.Option(metavar="KIND", help="adamw, sgd, sgd-momentum or none: what state a parameter has")
@@ -57,8 +57,8 @@ def memory(
     document = figures.to_dict()
 
     def show(stdout: Console) -> None:
-        from fxpar.report.rich_tables import as_group
-        from fxpar.report.sections import memory_sections, stage_sections, summary
+        from fxpar.cost.rich_tables import as_group
+        from fxpar.cost.sections import memory_sections, stage_sections, summary
 
         stdout.print(as_group([summary(figures), *stage_sections(figures), *memory_sections(figures)]))
 
@@ -77,7 +77,7 @@ def report(
     figures = _figures(ui, request, size or [], optimizer, device, checked=True)
     if html is not None:
         from fxpar.cli.output import write_text
-        from fxpar.report.html import as_html
+        from fxpar.cost.html import as_html
 
         write_text(Path(html), as_html(figures))
 
@@ -112,11 +112,12 @@ def _figures(
 
     from fxpar.cli.files import compared, open_start, run_passes
     from fxpar.compile import lower_program
+    from fxpar.cost import make_report
+    from fxpar.cost.measure import stand_in
     from fxpar.mesh.axes import joined_names
     from fxpar.ops.collectives import Group
     from fxpar.passes import DEFAULT_PASSES
-    from fxpar.report import make_report
-    from fxpar.report.measure import stand_in
+    from fxpar.passes.training_passes import counted_steps
 
     if device not in _DEVICES:
         raise InputError("is unknown", where=f"--device {device}", remedy=f"choose one of {', '.join(_DEVICES)}")
@@ -130,13 +131,13 @@ def _figures(
         # Nothing is sent: the groups have names alone.
         world = {name: prod(program.axes[axis] for axis in name.split("-")) for name in joined_names(program.axes)}
         groups = {name: Group(name, ranks) for name, ranks in world.items()}
+        lowering = partial(lower_program, groups=groups, device=stand_in(assumed))
         return make_report(
             program,
-            partial(lower_program, groups=groups, device=stand_in(assumed)),
-            name=start.name,
+            counted_steps(program, lowering, of_stage=of_stage),
+            name=start.name if of_stage is None else f"{start.name}, stage {of_stage}",
             device=assumed,
             sizes=sizes,
             optimizer=optimizer,
             findings=findings,
-            of_stage=of_stage,
         )

@@ -171,9 +171,9 @@ def _summary(program: Program, how: str) -> dict[str, Any]:
     """What was captured: counts, names, and operators that no rule can split."""
     from collections import Counter
 
+    from fxpar.cost.reasons import without_rule
     from fxpar.ir.program import note
     from fxpar.passes.canonicalize import canonicalize
-    from fxpar.report.reasons import without_rule
     from fxpar.text.printing import target_name
 
     canonical = program if Property.CANONICAL in program.properties else canonicalize(program.copy())
@@ -327,9 +327,9 @@ def whole(program: Program) -> dict[str, Any]:
 
     `uncounted` are operators that may multiply matrices and are no part of the share of FLOPs that is split.
     """
-    from fxpar.analysis.flops import uncounted
+    from fxpar.cost.flops import uncounted
+    from fxpar.cost.reasons import unsplit, without_rule
     from fxpar.ir.regions import inlined
-    from fxpar.report.reasons import unsplit, without_rule
 
     if Property.LAYOUTS not in program.properties or not program.plan.axes_for(Cuts.FEATURES):
         return {"unsplit": {}, "without_rule": [], "uncounted": {}}
@@ -362,7 +362,7 @@ def _few(names: list[str], most: int = 4) -> str:
 
 def warn_unsplit(ui: Ui, program: Program) -> float | None:
     """Share of the matrix FLOPs that is split, None before there are layouts or axes; warns where it is zero."""
-    from fxpar.analysis.parallel_fraction import split_flops
+    from fxpar.cost.flops import split_flops
     from fxpar.ir.regions import inlined
 
     if Property.LAYOUTS not in program.properties or not program.plan.axes_for(Cuts.FEATURES):

@@ -87,8 +87,8 @@ def _need_local(passes: Sequence[Pass]) -> None:
 
 def _verify_text(ui: Ui, request: Request, level: str, passes: Sequence[Pass]) -> Verification:
     """Checks a text; by value after the passes that are left."""
-    from fxpar.analysis.parallel_fraction import split_flops
     from fxpar.cli.files import CAPTURE, VALUES, open_start, read_text, run_passes
+    from fxpar.cost.flops import split_flops
     from fxpar.ir.stages import is_one_stage
     from fxpar.verification import Verification
     from fxpar.verify.static import verify_static

@@ -8,7 +8,7 @@ it down. So a copy and its wait belong together one to one, and nothing counts: 
 and takes down the same flags.
 
 That a sender does not write into an area before what was there is read is not asked at run time: it follows from the
-order of the program (`fxpar.analysis.buffer_reuse`), which `fxpar.verify` checks.
+order of the program (`fxpar.cost.buffer_reuse`), which `fxpar.verify` checks.
 """
 
 from __future__ import annotations

@@ -19,6 +19,9 @@ from fxpar.layout.nesting import innermost, joined_cut, seen_by
 
 # What a coercion is about: its axes, and what of a value ranks hold together.
 
+# Reasons for a layout: it makes the shortest step of several legal ones; no other is legal.
+CHEAPEST, ONLY = "cheapest", "nothing else is legal"
+
 
 def axes_of(node: fx.Node) -> tuple[str, ...]:
     """The mesh axes over which an operator communicates, outermost first: of `fxpar.reduce_from[dp-tp]` dp and tp."""

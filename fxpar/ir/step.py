@@ -228,6 +228,8 @@ BACKWARD, WEIGHT, PARAMETER = "backward", "weight", "parameter"
 PHASES = ("", BACKWARD, WEIGHT, PARAMETER)
 # Origin of a node of the backward that computes again what the forward has.
 RECOMPUTE = "recompute"
+# Path of the input that is the state of the random numbers, which is made for each step.
+RNG_PATH = "fxpar.rng"
 
 _TANGENT = "fxpar.tangent."
 _GRADIENT = "fxpar.gradient."

@@ -268,3 +268,15 @@ class Axes:
         unknown = next((axis for axis in axes if axis not in self.names), None)
         if unknown is not None:
             raise PlanError("there is no such axis", where=str(unknown), remedy=f"choose from {', '.join(self.names)}")
+
+
+def coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
+    """Returns a rank's index on each axis.
+
+    Args:
+        axes: names and sizes, the outermost first.
+    """
+    indices = {}
+    for axis, n in reversed(list(axes.items())):
+        indices[axis], rank = rank % n, rank // n
+    return {axis: indices[axis] for axis in axes}

@@ -88,7 +88,7 @@ class Sent:
 
     Attributes:
         collective: all_reduce, all_gather, reduce_scatter or all_to_all.
-        phase: forward, backward or parameter, as of `fxpar.analysis.communication.Collective`.
+        phase: forward, backward or parameter, as of `fxpar.cost.communication.Collective`.
         bytes: of the whole value: what an all-gather yields, a reduction takes in.
         part: of it what is expected to travel where the ranks copy into each other's memory.
     """

@@ -20,11 +20,10 @@ from fxpar.capture.capture import CallSpec, with_step_count
 from fxpar.capture.trace import signature_of
 from fxpar.errors import InputError
 from fxpar.ir.program import Input, Program, output_layouts
-from fxpar.ir.step import batch_rows, batch_size
+from fxpar.ir.step import RNG_PATH, batch_rows, batch_size
 from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
-from fxpar.passes.assign_rng import RNG_PATH
 
 # What transformers calls a cache, and the flag that asks for one.
 _CACHES = ("past_key_values", "past_key_value", "cache_params", "use_cache")

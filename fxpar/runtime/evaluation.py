@@ -16,10 +16,10 @@ from torch import Tensor
 from fxpar.errors import InputError
 from fxpar.ir.program import Program, TensorType, note, output_layouts
 from fxpar.ir.stages import Stage, received_name
+from fxpar.ir.step import RNG_PATH
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops.mesh_process_groups import process_group
-from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.pipeline.compiler.simulation import Kind, Message
 from fxpar.runtime.channels import Channels
 from fxpar.runtime.programs import BoundBatch

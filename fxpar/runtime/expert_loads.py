@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fxpar.cost.load_balance import ExpertLoad, expert_loads
 from fxpar.ir.step import is_dropped, is_load, module_of_load
 from fxpar.mesh.axes import Cuts
 from fxpar.ops.collectives import arrived, start_gather
 from fxpar.plan.plan import Plan
-from fxpar.report.load_balance import ExpertLoad, expert_loads
 from fxpar.runtime.world import World
 
 

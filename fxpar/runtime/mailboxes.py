@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.cuda import can_device_access_peer as can_access
 
-from fxpar.analysis.exchanges import Reach
+from fxpar.cost.buffer_reuse import Reach
 from fxpar.errors import PlanError, RankError
 from fxpar.exchange import symmetric_buffer
 from fxpar.exchange.cpu_symmetric_buffer import HostMailbox, machine

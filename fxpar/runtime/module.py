@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from fxpar.checkpoint.rank_tensors import RankTensors, named_tensors
 from fxpar.checkpoint.safetensors_files import Checkpoint
 from fxpar.checkpoint.state_dicts import fingerprints
+from fxpar.cost import Report, make_report
 from fxpar.errors import InputError, shown
 from fxpar.ir.program import PRECISION_DTYPES, Program
 from fxpar.ir.step import is_mixed, main_dtype
 from fxpar.layout.layout import Layout
 from fxpar.manager import Pass
 from fxpar.plan.plan import Plan
-from fxpar.report import Report, make_report
 from fxpar.runtime import batch as calls
 from fxpar.runtime.budget import Budget
 from fxpar.runtime.expert_loads import gathered
@@ -294,15 +294,20 @@ class ParallelModule(Stateful):
             InputError: an unknown optimizer or symbol, or a size that the ranks cannot share out.
         """
         compiled = self._programs.first
-        options: dict[str, Any] = {"device": self.world.device, "sizes": sizes, "optimizer": optimizer}
-        options["reach"] = self._mailboxes.reach
+        reach = self._mailboxes.reach
         figures = self.graph_figures
         notes = [str(figure) for figure in (figures, self._training.budget) if figure is not None]
         sizes_of = self._programs.of_sizes
         notes += [f"Programs for sizes of their own: {'; '.join(sizes_of)}."] if sizes_of else []
-        options["findings"] = (*compiled.captured.findings, *notes)
         report = make_report(
-            compiled.program, compiled.ready.counting, name=type(self._programs.skeleton).__name__, **options
+            compiled.program,
+            compiled.ready.counted(reach.names),
+            name=type(self._programs.skeleton).__name__,
+            device=self.world.device,
+            sizes=sizes,
+            optimizer=optimizer,
+            findings=(*compiled.captured.findings, *notes),
+            reach=reach,
         )
         load = self._training.load
         return report if load is None else replace(report, loads=load.read(self.plan))

@@ -17,9 +17,8 @@ from torch import Tensor
 from fxpar.errors import InputError
 from fxpar.ir.program import Program, tensor_type
 from fxpar.ir.stages import Stage, holders, received_name
-from fxpar.ir.step import buffer_name, is_buffer, written
+from fxpar.ir.step import RNG_PATH, buffer_name, is_buffer, written
 from fxpar.ops.mesh_process_groups import process_group
-from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.pipeline.compiler.schedules import Action, Phase, Schedule
 from fxpar.pipeline.compiler.simulation import Kind, received, sent
 from fxpar.plan.plan import Plan

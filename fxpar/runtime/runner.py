@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from fxpar.checkpoint.sharded import Sharded, leaf_of
 from fxpar.errors import InputError
 from fxpar.ir.program import Parameter
-from fxpar.ir.step import is_buffer, is_copy, is_counted, written
-from fxpar.passes.assign_rng import RNG_PATH
+from fxpar.ir.step import RNG_PATH, is_buffer, is_copy, is_counted, written
 from fxpar.rewrite.loss_reduction import COUNT
 from fxpar.runtime.buffer_updates import Written
 from fxpar.runtime.deferred_grad_sync import Waiting

@@ -6,8 +6,9 @@ are or compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from fxpar.layout.symbolic_sizes import Size
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import ROWS, Lowered
 from fxpar.passes.differentiate import differentiable
+from fxpar.passes.training_passes import counted_steps
 from fxpar.plan.plan import Plan
 from fxpar.runtime.batch import user_inputs
 from fxpar.runtime.calls import ForwardCalls, GradientSink, Runnable, StepCalls, Values, eager_calls, part_call
@@ -297,9 +299,14 @@ class Steps:
         groups = self.groups if self.mailboxes is None else self.mailboxes.groups(program)
         return lower_program(program, groups, self.device, uneven_rows=self.uneven_rows)
 
-    def counting(self, program: Program) -> Lowered:
-        """The same to be counted, where nothing is sent: of what ranks copy, the collectives that it stands for."""
-        return lower_program(program, self.groups, self.device, uneven_rows=self.uneven_rows)
+    def counted(self, copies: Collection[str]) -> Iterator[tuple[Program, Program, Lowered]]:
+        """Returns what a report counts, where nothing is sent: of what ranks copy, the collectives it stands for.
+
+        Args:
+            copies: axes, and joined ones, whose ranks can copy into each other's memory.
+        """
+        lowering = partial(lower_program, groups=self.groups, device=self.device, uneven_rows=self.uneven_rows)
+        return counted_steps(self.program, lowering, copies=copies)
 
     def _cut(self, program: Program) -> LoweredStep:
         lowered = self.lowering(program)

@@ -5,7 +5,7 @@ seconds within a budget of bytes: an exact choice, as a mixed integer program.
 
 A value that the backward reads is kept or computed again; what is computed again has operands of which the same is
 true; a value is kept where its storages are. Bytes are counted once a storage, and seconds are those of
-`fxpar.analysis`.
+`fxpar.cost`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 from torch import fx
 
-from fxpar.analysis.storages import Storages
+from fxpar.cost.storages import Storages
 from fxpar.ir.program import is_tensor
 
 # How far from the least seconds a choice may be: equal layers that keep other values are as good as each other, and a

@@ -12,16 +12,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxpar.ir.operators import pending
+from fxpar.ir.operators import CHEAPEST, ONLY, pending
 from fxpar.ir.program import Program, describe, operands
 from fxpar.layout.layout import Placement
 from fxpar.rules import Refusal, call_of, seeded
 from fxpar.sharding.choose import Choice
 from fxpar.sharding.options import AxisOptions, Option, Value, value_of
 from fxpar.sharding.problem import Prices
-
-# Reasons: of several legal layouts that of the shortest step; the only legal one.
-CHEAPEST, ONLY = "cheapest", "nothing else is legal"
 
 
 @dataclass(frozen=True)

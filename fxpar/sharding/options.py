@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.analysis.flops import matmul_flops
+from fxpar.cost.flops import matmul_flops
 from fxpar.ir.grad_flow import weights_of
 from fxpar.ir.operators import as_parameter, axes_of, canonical_placement, pending
 from fxpar.ir.program import Program, describe, operands, output_types, tensor_type

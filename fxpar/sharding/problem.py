@@ -20,10 +20,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 from torch import fx
 
-from fxpar.analysis.flops import matmul_flops
-from fxpar.analysis.ring import collective_seconds
-from fxpar.analysis.seconds import access_seconds, optimizer_seconds, product_seconds
-from fxpar.analysis.stored import materialised
+from fxpar.cost.flops import matmul_flops
+from fxpar.cost.seconds import access_seconds, collective_seconds, materialised, optimizer_seconds, product_seconds
 from fxpar.ir.operators import computed_fraction, held_fraction, shared_fraction
 from fxpar.ir.program import Program, TensorType, output_types
 from fxpar.ir.step import held_type

@@ -18,8 +18,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from fxpar.analysis.flops import matmul_flops
 from fxpar.capture.capture import Captured
+from fxpar.cost.flops import matmul_flops
 from fxpar.ir.program import Program
 from fxpar.ir.symbols import with_counted
 from fxpar.layout.symbolic_sizes import evaluate

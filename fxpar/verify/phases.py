@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from torch import fx
 
-from fxpar.analysis.buffer_reuse import copyable, handshakes, is_shot, is_sum
+from fxpar.cost.buffer_reuse import copyable, handshakes, is_shot, is_sum
 from fxpar.errors import CheckFailed
 from fxpar.exchange.symmetric_buffer import BUFFERS
 from fxpar.ir.program import (

@@ -49,7 +49,7 @@ from fxpar.layout.layout import Layout
 from fxpar.layout.shards import local_block
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.manager import PassManager
-from fxpar.mesh.axes import joined_names
+from fxpar.mesh.axes import coordinates, joined_names
 from fxpar.ops import counter, sdpa
 from fxpar.ops.attention import attention_gradients, saving_attention
 from fxpar.ops.collectives import Group
@@ -246,14 +246,6 @@ def check_world(size: int) -> None:
             where="values",
             remedy="check this program statically (--level static), and by value for fewer ranks",
         )
-
-
-def coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
-    """A rank's index on every axis, neighbours being on the innermost, which is the last."""
-    indices = {}
-    for axis, n in reversed(list(axes.items())):
-        indices[axis], rank = rank % n, rank // n
-    return {axis: indices[axis] for axis in axes}
 
 
 def symbol_values(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, int]:

@@ -31,7 +31,7 @@ from fxpar.ir.program import (
     output_types,
 )
 from fxpar.ir.stages import is_transfer
-from fxpar.ir.step import RECOMPUTE, buffer_of, is_buffer, is_forward
+from fxpar.ir.step import RECOMPUTE, RNG_PATH, buffer_of, is_buffer, is_forward
 from fxpar.ir.symbols import Condition
 from fxpar.layout.layout import Layout
 from fxpar.layout.nesting import pieces_of, spelled
@@ -42,7 +42,6 @@ from fxpar.ops.coercions import sum_gradients
 from fxpar.ops.random import axis_index
 from fxpar.ops.sent_rows import send_rows
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.passes.mark_regions import reason_of
 from fxpar.rules import bind_arguments
 from fxpar.signatures.check_cache import Facts, facts_of

@@ -31,11 +31,12 @@ from fxpar.capture.prepared_model import cast_inputs, input_dtype, plain_surroun
 from fxpar.capture.python_state import nothing_remembered, untouched
 from fxpar.errors import CheckFailed, InputError
 from fxpar.ir.program import Program, Property, output_layouts
-from fxpar.ir.step import buffer_name, is_excess, module_of_load, written
+from fxpar.ir.step import RNG_PATH, buffer_name, is_excess, module_of_load, written
 from fxpar.layout.shards import local_block, without_padding
 from fxpar.manager import PassManager
+from fxpar.mesh.axes import coordinates
 from fxpar.passes.annotate import annotate
-from fxpar.passes.assign_rng import RNG_PATH, assign_rng
+from fxpar.passes.assign_rng import assign_rng
 from fxpar.passes.canonicalize import canonicalize
 from fxpar.passes.divide_batch import divide_batch
 from fxpar.passes.insert_collectives import insert_collectives
@@ -44,7 +45,6 @@ from fxpar.verify.promote import FACTOR, UNITS, OtherOrder, epsilon, promote, wi
 from fxpar.verify.simulate_ranks import (
     SCALES,
     SimulationResult,
-    coordinates,
     cotangents,
     run_microbatches,
     run_ranks,

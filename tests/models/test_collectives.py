@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpar.analysis.communication import collectives
 from fxpar.compile import compile_program
+from fxpar.cost.communication import collectives
 from fxpar.ir.program import Program
+from fxpar.ir.step import RNG_PATH
 from fxpar.ops import collectives as ops
-from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.plan.plan import Plan
 from fxpar.verify.promote import promote, wide
 from fxpar.verify.simulate_ranks import run_ranks, step_of, symbol_values

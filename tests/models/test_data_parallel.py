@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.analysis.communication import collectives
 from fxpar.capture.capture import Captured, capture
 from fxpar.cli.models import load_model
 from fxpar.compile import compile_program
+from fxpar.cost.communication import collectives
 from fxpar.ir.program import Program, output_layouts
 from fxpar.plan.plan import Plan
 from fxpar.verify.values import call_inputs, program_state, reference_run, verify_values

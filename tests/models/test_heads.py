@@ -14,14 +14,14 @@ import torch
 import transformers
 from torch import nn
 
-from fxpar.analysis.communication import Collective, collectives
-from fxpar.analysis.parallel_fraction import split_flops
 from fxpar.capture.capture import Captured, capture
 from fxpar.compile import compile_program
+from fxpar.cost.communication import Collective, collectives
+from fxpar.cost.flops import split_flops
+from fxpar.cost.reasons import unsplit
 from fxpar.ir.program import Program, note, operands, output_layouts
 from fxpar.ops.coercions import copy_to, copy_to_shared, sum_gradients
 from fxpar.plan.plan import Plan
-from fxpar.report.reasons import unsplit
 from fxpar.verification import Verification
 from fxpar.verify.values import TOLERANCE, call_inputs, program_state, verify_values
 from tests.models.table import Record, add_row

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from fxpar.analysis.communication import collectives
-from fxpar.analysis.parallel_fraction import split_flops
 from fxpar.capture.capture import Captured, capture
 from fxpar.cli.models import LoadedModel, load_model
 from fxpar.compile import compile_model, compile_program
+from fxpar.cost.communication import collectives
+from fxpar.cost.flops import split_flops
+from fxpar.cost.reasons import unsplit
 from fxpar.errors import PlanError
 from fxpar.ir.program import Program, operands, output_layouts, output_types
 from fxpar.layout.symbolic_sizes import names
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
-from fxpar.report.reasons import unsplit
 from fxpar.verification import verify
 from fxpar.verify.values import call_inputs, program_state, reference_run, verify_values
 from tests.layers import by_layer

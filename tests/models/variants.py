@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpar.analysis.parallel_fraction import split_flops
 from fxpar.capture.capture import Captured, capture
 from fxpar.compile import compile_program
+from fxpar.cost.flops import split_flops
 from fxpar.plan.plan import Plan
 from fxpar.verification import Verification
 from fxpar.verify.static import verify_static

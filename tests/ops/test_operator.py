@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fxpar.analysis.communication import Collective, collectives
-from fxpar.analysis.flops import matmul_flops, uncounted
-from fxpar.analysis.parallel_fraction import split_flops
+from fxpar.cost import make_report
+from fxpar.cost.communication import Collective, collectives
+from fxpar.cost.flops import matmul_flops, split_flops, uncounted
+from fxpar.cost.reasons import without_rule
 from fxpar.errors import CheckFailed, LayoutError, TextError
 from fxpar.ir.program import Program, Property, TensorType, note, operands, tensor_type
 from fxpar.layout.layout import I, Placement
@@ -24,8 +25,7 @@ from fxpar.ops.lower import lower
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import CollectiveSite, Gradients, LoweredCall, Reverse, Sent
 from fxpar.passes.differentiate import differentiate
-from fxpar.report import make_report
-from fxpar.report.reasons import without_rule
+from fxpar.passes.training_passes import counted_steps
 from fxpar.rules import key_of, rule_of
 from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.rule import Refusal, Rule, Signature
@@ -152,7 +152,7 @@ def test_it_is_lowered_and_counted() -> None:
     assert collectives(program) == [Collective("all_reduce", "tp", "forward", "y", 72, "24*b")]
     # The report compares what the records say with what a step sends.
     lowering = partial(lower, groups={"tp": Group("tp", 2)})
-    report = make_report(program, lowering, name="by hand", device=torch.device("cpu"))
+    report = make_report(program, counted_steps(program, lowering), name="by hand", device=torch.device("cpu"))
     assert [(sent.op, sent.bytes) for sent in report.collectives] == [("all_reduce", 72)]
 
 

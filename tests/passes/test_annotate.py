@@ -9,10 +9,10 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.analysis.communication import collectives
-from fxpar.analysis.parallel_fraction import split_flops
 from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
+from fxpar.cost.communication import collectives
+from fxpar.cost.flops import split_flops
 from fxpar.ir.program import Program, note, output_layouts
 from fxpar.layout.layout import Layout, shard
 from fxpar.manager import PassManager

@@ -10,9 +10,9 @@ from torch.nn import functional
 from fxpar.capture.capture import capture
 from fxpar.errors import LayoutError, PassError
 from fxpar.ir.program import Program, note
+from fxpar.ir.step import RNG_PATH
 from fxpar.ops.random import attention, axis_index, dropout
 from fxpar.passes import assign_rng
-from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.passes.localize import localize
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.analysis.communication import collectives
 from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
+from fxpar.cost.communication import collectives
 from fxpar.errors import CheckFailed, FxparError, PassError, PlanError
 from fxpar.ir.program import output_layouts
 from fxpar.manager import PassManager

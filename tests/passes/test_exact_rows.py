@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.analysis.capturable import capture_regions
-from fxpar.analysis.communication import collectives
 from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
+from fxpar.cost.capturable import capture_regions
+from fxpar.cost.communication import collectives
 from fxpar.errors import FxparError
 from fxpar.manager import PassManager
 from fxpar.ops import capacity_indices, permute

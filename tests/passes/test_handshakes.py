@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from fxpar.analysis.buffer_reuse import Handshakes
+from fxpar.cost.buffer_reuse import Handshakes
 from fxpar.errors import CheckFailed
 from fxpar.ir.program import Program, note, update
 from fxpar.manager import PassManager

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpar.analysis.capturable import capture_regions
-from fxpar.analysis.communication import collectives
 from fxpar.bisection import bisect
 from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
+from fxpar.cost.capturable import capture_regions
+from fxpar.cost.communication import collectives
 from fxpar.errors import PlanError
 from fxpar.ir.program import Program
 from fxpar.manager import PassManager

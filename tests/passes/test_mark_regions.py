@@ -9,9 +9,9 @@ import torch
 import transformers
 
 import fxpar
-from fxpar.analysis.capturable import capture_regions
 from fxpar.cli.models import build
 from fxpar.compile import compile_model, compile_step
+from fxpar.cost.capturable import capture_regions
 from fxpar.errors import InputError, PassError
 from fxpar.ir.program import Program, note
 from fxpar.ir.regions import inlined

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar.analysis.exposed import travels
 from fxpar.compile import compile_step, lower_program
+from fxpar.cost import make_report
+from fxpar.cost.seconds import travels
 from fxpar.errors import CheckFailed, FxparError
 from fxpar.ir.program import Program, note
 from fxpar.ir.regions import inlined
@@ -20,8 +21,8 @@ from fxpar.manager import PassManager
 from fxpar.ops.collectives import Group
 from fxpar.ops.selective_dispatch import needed_part
 from fxpar.passes import gathered_rows
+from fxpar.passes.training_passes import counted_steps
 from fxpar.plan.plan import Plan
-from fxpar.report import make_report
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import STATIC, verify_static
@@ -144,7 +145,7 @@ def test_bytes_are_the_most_that_may_travel_and_times_of_what_is_expected() -> N
         assert each.seconds == pytest.approx(cost.latency + 3 / 4 * tokens / 2 / cost.bandwidth)
     report = make_report(
         program,
-        partial(lower_program, groups={"dp": Group("dp", 4)}),  # nothing is sent
+        counted_steps(program, partial(lower_program, groups={"dp": Group("dp", 4)})),  # nothing is sent
         name="routed",
         device=torch.device("cpu"),
     )

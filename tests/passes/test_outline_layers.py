@@ -11,9 +11,8 @@ import transformers
 from torch import Tensor
 
 import fxpar
-from fxpar.analysis.periods import Rows, behind_rows, longest, parts
-from fxpar.analysis.row_runs import row_runs
 from fxpar.compile import compile_model, compile_step
+from fxpar.cost.layers import Rows, behind_rows, longest, parts, row_runs
 from fxpar.errors import CheckFailed, TextError
 from fxpar.ir.program import Program, note
 from fxpar.ir.regions import inlined, region_of, regions

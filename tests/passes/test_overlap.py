@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from fxpar.analysis.exposed import travels
 from fxpar.compile import compile_model
+from fxpar.cost.seconds import travels
 from fxpar.ir.regions import inlined, region_of, regions
 from fxpar.manager import PassManager
 from fxpar.passes.overlap import overlap

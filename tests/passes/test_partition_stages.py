@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.analysis.balance import stage_shares, unevenness
-from fxpar.analysis.stage_cut_points import divisible
 from fxpar.capture.capture import capture
 from fxpar.cli.models import load_model
 from fxpar.compile import compile_program
+from fxpar.cost.stage_cut_points import divisible, stage_shares, unevenness
 from fxpar.errors import FxparError
 from fxpar.ir.program import Program, note
 from fxpar.ir.stages import crossings, holders, stages_of

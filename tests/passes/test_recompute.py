@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxpar.analysis.communication import collectives
 from fxpar.compile import compile_model, compile_step
+from fxpar.cost.communication import collectives
+from fxpar.cost.measure import measure
 from fxpar.ir.program import Program, note
 from fxpar.ir.regions import inlined
 from fxpar.ir.step import RECOMPUTE
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import lower
 from fxpar.plan.plan import Plan
-from fxpar.report.measure import measure
 from fxpar.verify.values import call_inputs, program_state, verify_values
 from tests.products import product
 

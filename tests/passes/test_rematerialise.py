@@ -13,8 +13,9 @@ import torch
 import transformers
 from torch import fx
 
-from fxpar.analysis.communication import collectives
 from fxpar.compile import Compilation, compile_model
+from fxpar.cost.communication import collectives
+from fxpar.cost.measure import measure
 from fxpar.errors import PlanError
 from fxpar.ir.program import Program, note
 from fxpar.ir.regions import regions
@@ -26,7 +27,6 @@ from fxpar.passes.outline_layers import outline_layers
 from fxpar.passes.training_passes import step_passes
 from fxpar.plan.cost import Cost
 from fxpar.plan.plan import Plan
-from fxpar.report.measure import measure
 from fxpar.runtime.step_phases import LoweredStep, cut
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import node_text

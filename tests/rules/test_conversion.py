@@ -21,7 +21,7 @@ from fxpar.ir.operators import axes_of
 from fxpar.ir.program import output_layouts
 from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, shard
 from fxpar.layout.nesting import spelled
-from fxpar.mesh.axes import joined_names
+from fxpar.mesh.axes import coordinates, joined_names
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import CONJUGATE, dual_layout
 from fxpar.ops.collectives import Group
@@ -30,7 +30,7 @@ from fxpar.plan.cost import Cost
 from fxpar.rules.conversion import coerced, conversions
 from fxpar.testing.trial import fits, holds, holds_gradient, spread, spread_gradient
 from fxpar.text.parsing import parse_program
-from fxpar.verify.simulate_ranks import coordinates, simulated_world
+from fxpar.verify.simulate_ranks import simulated_world
 
 SHAPE = (12, 12)
 TWO, THREE = {"dp": 2, "tp": 2}, {"dp": 2, "tp": 3}

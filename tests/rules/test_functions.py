@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fxpar import Plan
 from fxpar.capture.capture import capture
+from fxpar.cost.reasons import without_rule
 from fxpar.errors import LayoutError
 from fxpar.ir.program import TensorType
 from fxpar.layout.layout import I, R, shard
@@ -18,7 +19,6 @@ from fxpar.layout.symbolic_sizes import symbol
 from fxpar.manager import PassManager
 from fxpar.ops.functions import function, why_whole
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.report.reasons import without_rule
 from fxpar.rules import OpCall, Refusal, inferred, rule_of
 from fxpar.signatures.autograd_functions import nonlinearity
 from fxpar.text.parsing import parse_program

@@ -14,6 +14,7 @@ from fxpar.ir.program import Program, TensorType, output_layouts
 from fxpar.layout.layout import I, P, Placement, R, padded_shard, shard
 from fxpar.layout.shards import local_block
 from fxpar.layout.symbolic_sizes import shape_text
+from fxpar.mesh.axes import coordinates
 from fxpar.ops import COMPOSITE_OF
 from fxpar.ops.vocabulary import cross_entropy, embedding, nll_loss, topk
 from fxpar.plan.plan import Plan
@@ -21,7 +22,7 @@ from fxpar.rules import OpCall, Refusal, infer, rule_of
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import placement_text
 from fxpar.verification import verify
-from fxpar.verify.simulate_ranks import SimulationResult, coordinates, run_ranks, step_of
+from fxpar.verify.simulate_ranks import SimulationResult, run_ranks, step_of
 from fxpar.verify.static import verify_static
 
 

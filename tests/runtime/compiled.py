@@ -14,8 +14,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 
 import fxpar
-from fxpar.analysis.exposed import travels
 from fxpar.compile import compile_step
+from fxpar.cost.seconds import travels
 from fxpar.ir.regions import inlined
 from fxpar.ops.coercions import sum_gradients
 from tests.runtime import models

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import fxpar
-from fxpar.passes.assign_rng import RNG_PATH
+from fxpar.ir.step import RNG_PATH
 from tests.runtime.jobs import Found, tp
 from tests.zoo import CASES
 

@@ -15,12 +15,13 @@ from fxpar.errors import FxparError
 from fxpar.ir.program import output_layouts
 from fxpar.ir.step import output_of, parameter_gradients
 from fxpar.layout.shards import local_block
+from fxpar.mesh.axes import coordinates
 from fxpar.ops.lower import lower
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.rank_consensus import connected
 from fxpar.runtime.world import join
 from fxpar.verify.promote import promote
-from fxpar.verify.simulate_ranks import coordinates, step_of
+from fxpar.verify.simulate_ranks import step_of
 from fxpar.verify.values import rng_state
 from tests.models.test_data_parallel import compiled, reference
 

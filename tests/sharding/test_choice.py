@@ -13,9 +13,10 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.analysis.parallel_fraction import split_flops
 from fxpar.capture.capture import Captured, capture
 from fxpar.compile import compile_program
+from fxpar.cost.flops import split_flops
+from fxpar.cost.reasons import unsplit
 from fxpar.ir.grad_flow import carried
 from fxpar.ir.program import Program, operands
 from fxpar.layout.layout import I, Placement, V
@@ -23,7 +24,6 @@ from fxpar.passes import canonicalize
 from fxpar.passes.divide_sequence import divide
 from fxpar.plan.cost import Cost
 from fxpar.plan.plan import Plan
-from fxpar.report.reasons import unsplit
 from fxpar.sharding.choose import solve
 from fxpar.sharding.options import AxisOptions, Value, list_options, value_of
 from fxpar.sharding.problem import Prices

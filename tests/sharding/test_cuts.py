@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.analysis.communication import collectives
 from fxpar.capture.capture import capture
+from fxpar.cost.communication import collectives
+from fxpar.cost.reasons import unsplit
 from fxpar.errors import PlanError
 from fxpar.plan.plan import Plan
-from fxpar.report.reasons import unsplit
 from tests.passes.modules import (
     WIDTH,
     ChunkedAttention,

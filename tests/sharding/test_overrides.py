@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.analysis.communication import collectives
+from fxpar.cost.communication import collectives
 from fxpar.errors import PlanError
 from fxpar.text.printing import print_program
 from tests.passes.modules import (

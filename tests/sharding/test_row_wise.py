@@ -9,11 +9,11 @@ import pytest
 
 from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
+from fxpar.cost.reasons import without_rule
 from fxpar.errors import LayoutError, PlanError
 from fxpar.manager import PassManager
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
-from fxpar.report.reasons import without_rule
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import verify

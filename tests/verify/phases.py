@@ -19,14 +19,14 @@ from torch.fx.node import map_arg
 from fxpar.compile import compile_model, compile_step
 from fxpar.ir.program import Program, ScalarType, has_note, note, output_layouts, output_node, update
 from fxpar.ir.regions import inlined
-from fxpar.ir.step import PARAMETER, PHASES, is_gradient, output_of, parameter_gradients
+from fxpar.ir.step import PARAMETER, PHASES, RNG_PATH, is_gradient, output_of, parameter_gradients
 from fxpar.layout.layout import Layout
 from fxpar.layout.shards import local_block
+from fxpar.mesh.axes import coordinates
 from fxpar.ops.lower import lower
-from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.plan.plan import Plan
 from fxpar.verify.promote import promote
-from fxpar.verify.simulate_ranks import coordinates, simulated_world, symbol_values
+from fxpar.verify.simulate_ranks import simulated_world, symbol_values
 from fxpar.verify.values import call_inputs, program_state, reference_run, rng_state
 
 ALLOWED = 1e-9  # of the largest gradient

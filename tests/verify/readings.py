@@ -17,13 +17,13 @@ from torch import Tensor, fx
 
 from fxpar.errors import FxparError
 from fxpar.ir.program import Program, TensorType, operands, output_layouts, output_types, update
+from fxpar.ir.step import RNG_PATH
 from fxpar.layout.layout import Layout
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops import Operator
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import sum_gradients
 from fxpar.ops.random import axis_index
-from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.verify.promote import promote, wide
 from fxpar.verify.shapes import whole_arguments
 from fxpar.verify.simulate_ranks import SimulationResult, run_ranks, run_single, step_of, symbol_values

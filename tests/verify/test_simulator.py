@@ -15,6 +15,7 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from fxpar.errors import CheckFailed
 from fxpar.ir.operators import as_parameter, dual
 from fxpar.ir.program import Program, operands
+from fxpar.ir.step import RNG_PATH
 from fxpar.layout.layout import Piece, Placement, fits
 from fxpar.layout.nesting import pieces_of
 from fxpar.layout.shards import block, whole
@@ -23,7 +24,6 @@ from fxpar.ops.coercion_table import coercion
 from fxpar.ops.coercions import CONJUGATE, all_reduce, reduce_from
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
-from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.testing.ranks import agree_gradient, place_gradient
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import placement_text

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from fxpar.analysis.layers import layers
-from fxpar.analysis.stage_cut_points import Divisible, candidates, divisible
-from fxpar.analysis.storages import storages
+from fxpar.cost.layers import layers
+from fxpar.cost.stage_cut_points import Divisible, candidates, divisible
+from fxpar.cost.storages import storages
 from fxpar.errors import InputError
 from fxpar.ir.program import Program, describe, note
 

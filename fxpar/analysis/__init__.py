@@ -1,1 +1,0 @@
-"""What programs cost: bytes, FLOPs, seconds and what a ring sends. Each formula and constant stands here once."""

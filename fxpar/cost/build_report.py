@@ -1,0 +1,468 @@
+"""Makes reports.
+
+Enters: a program as a rank runs it, sizes and an optimizer's kind. Leaves: a `Report`, of a pipeline joined of those of
+its stages, whose steps are of one microbatch. No process group, no values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+
+import torch
+
+import fxpar.cost.closed_form as closed_form
+from fxpar.cost.buffer_reuse import Reach, why_not_copied
+from fxpar.cost.communication import Collective, collectives, in_input_sizes, layer_of, symbol_sizes
+from fxpar.cost.figures import ModelSize, ModuleMemory, Moment, PassLine, RankMemory, Report, StageLine, Traffic
+from fxpar.cost.flops import split_flops
+from fxpar.cost.measure import Kept, Measured, Peak, measure
+from fxpar.cost.parameter_memory import OPTIMIZERS, OptimizerKind, copy_bytes, held_by, held_bytes, local_elements
+from fxpar.cost.reasons import remarks, whole_matrices, without_rule
+from fxpar.cost.stage_cut_points import in_flight, stage_shares
+from fxpar.errors import CheckFailed, InputError, shown
+from fxpar.ir.program import Parameter, Program, note, output_layouts, output_types
+from fxpar.ir.regions import inlined
+from fxpar.ir.stages import received_name
+from fxpar.ir.step import RNG_PATH, held_type
+from fxpar.ir.symbols import in_groups_of
+from fxpar.layout.nesting import local_shape
+from fxpar.layout.symbolic_sizes import evaluate, parse_size, product, simplify
+from fxpar.mesh.axes import coordinates
+from fxpar.ops.lower import Lowered
+from fxpar.plan.plan import Plan
+
+_TOTAL = "all"
+_MOST_BYTES = 2**52  # intermediate results of a step are some times as large, and must stay below 2**63
+# Parts of a rank's memory that stages of a pipeline add up to.
+_SUMMED = ("parameters", "whole", "shared", "padding", "copies", "buffers", "gradients", "optimizer")
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What autograd keeps, by part of the model: storages and their bytes, and bytes in closed form."""
+
+    tensors: Mapping[str, int]
+    bytes: Mapping[str, int]
+    formulas: Mapping[str, str]
+
+
+def make_report(
+    program: Program,
+    steps: Iterable[tuple[Program, Program, Lowered]],
+    *,
+    name: str,
+    device: torch.device,
+    sizes: Mapping[str, int] | None = None,
+    optimizer: str = "adamw",
+    findings: tuple[str, ...] = (),
+    reach: Reach | None = None,
+) -> Report:
+    """Counts everything; nothing is allocated and nothing communicates.
+
+    Args:
+        program: with property `local`, or without mesh axes.
+        steps: as of `counted_steps`: all stages of a pipeline, one that is counted alone, or the whole program.
+        name: of the model.
+        device: whose kernels are assumed.
+        sizes: of the inputs by symbol (`b`, `s`); the example's where they are not given.
+        optimizer: a key of `OPTIMIZERS`.
+        findings: what was checked of the capture, as sentences.
+        reach: which ranks can copy into each other's memory; None where they are not known.
+
+    Raises:
+        InputError: an unknown symbol or optimizer, a size that the ranks cannot share out, or an operator whose memory
+            cannot be counted without values.
+        CheckFailed: the step sends other collectives than those that the program lists.
+    """
+    program = inlined(program)
+    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
+        known = ", ".join(OPTIMIZERS)
+        raise InputError("is no optimizer of the report", where=f"optimizer {optimizer}", remedy=f"choose from {known}")
+    if sizes is not None and not isinstance(sizes, Mapping):
+        raise InputError(f"{shown(sizes)} is no mapping", where="sizes", remedy='write {"b": 8}')
+    all_sizes = input_sizes(program, sizes or {})
+    figures = partial(
+        _figures,
+        name=name,
+        device=device,
+        sizes=all_sizes,
+        optimizer=optimizer,
+        reach=reach,
+    )
+    share = split_flops(program, sizes=all_sizes)
+    noted = (*findings, *remarks(program, share))
+    reports = [figures(*step) for step in steps]
+    if len(reports) == 1:
+        return replace(reports[0], remarks=noted)
+    lines = stage_lines(program, reports, all_sizes)
+    return replace(
+        joined(reports, lines, program.plan),
+        passes=_passes(program),
+        size=replace(_model_size(program, share), rank_elements=most_elements(lines, program.plan)),
+        unsplit=whole_matrices(program),
+        without_rule=tuple(without_rule(program)) if program.axes else (),
+        remarks=noted,
+    )
+
+
+def _figures(
+    program: Program,
+    trained: Program,
+    lowered: Lowered,
+    *,
+    name: str,
+    device: torch.device,
+    sizes: Mapping[str, int],
+    optimizer: str,
+    reach: Reach | None,
+) -> Report:
+    """The report of a program and its step, without remarks."""
+    all_sizes, kind = dict(sizes), OPTIMIZERS[optimizer]
+    local = {s.name: all_sizes[s.name] // s.multiple for s in program.symbols}
+    step = measure(trained, lowered, local, device)
+    listed = collectives(trained, all_sizes)
+    _check_counts(listed, step)
+
+    def count(where: Mapping[str, int]) -> Measured:
+        return measure(trained, lowered, where, device, backward=False)
+
+    activations = _activations(program, step, local, count)
+    share = split_flops(program, sizes=all_sizes)
+    inputs = _input_bytes(program, local)
+    ranks = _ranks(program, step, kind, inputs)
+    return Report(
+        name,
+        program.plan.to_dict(),
+        all_sizes,
+        optimizer,
+        device.type,
+        _passes(program),
+        _traffic(listed, trained, why_not_copied(trained, reach)),
+        _model_size(program, share),
+        ranks,
+        _modules(program, step, activations, kind),
+        activations.formulas.get(_TOTAL, ""),
+        _moment(step.peak),
+        tuple(_moment(peak) for peak in step.peaks),
+        _moment(step.largest),
+        inputs,
+        whole_matrices(program),
+        tuple(without_rule(program)) if program.axes else (),
+        (),
+        copied_into=0 if reach is None else reach.bytes,
+    )
+
+
+def _passes(program: Program) -> tuple[PassLine, ...]:
+    return tuple(PassLine(r.name, r.seconds, len(r.added), len(r.erased), len(r.changed)) for r in program.history)
+
+
+def input_sizes(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Sizes of the inputs by symbol: those given, else the example's.
+
+    Raises:
+        InputError: an unknown symbol, no positive integer, sizes that no tensor has, or one that the ranks cannot share
+            out.
+    """
+    examples = {s.name: s.example * s.multiple for s in program.symbols}
+    for name, size in sizes.items():
+        if name not in examples:
+            known = ", ".join(examples) or "none"
+            raise InputError("is no symbol of the program", where=f"size {name}", remedy=f"choose from {known}")
+        if type(size) is not int or size < 1:
+            raise InputError(f"{shown(size)} is no positive integer", where=f"size {name}", remedy="give a number")
+    check_countable(program, sizes)
+    for s in program.symbols:
+        if sizes.get(s.name, 0) % s.multiple:
+            raise InputError(
+                f"{sizes[s.name]} cannot be shared out by {s.ranks} ranks" + in_groups_of(s),
+                where=f"size {s.name}",
+                remedy=f"give a multiple of {s.multiple}",
+            )
+    return {**examples, **sizes}
+
+
+def check_countable(program: Program, sizes: Mapping[str, int]) -> None:
+    """Refuses sizes at which a tensor of the program would have more bytes than an address can count.
+
+    Raises:
+        InputError: names the value.
+    """
+    for name, size in sizes.items():
+        if size > _MOST_BYTES:
+            raise InputError(f"{shown(size)} is no tensor's size", where=f"size {name}", remedy="give a smaller one")
+    values = symbol_sizes(program, sizes)
+    for node in program.graph.nodes:
+        for kind in output_types(node) if node.op != "output" else ():
+            byte_count = evaluate(product(kind.shape), values) * kind.dtype.itemsize
+            if byte_count > _MOST_BYTES:
+                raise InputError(
+                    f"would have {byte_count:.1e} bytes with {', '.join(f'{n}={v}' for n, v in sizes.items())}",
+                    where=f"%{node.name}",
+                    remedy="give smaller sizes",
+                )
+
+
+# ---------------------------------------------------------------------- collectives
+
+
+def _check_counts(listed: Iterable[Collective], step: Measured) -> None:
+    expected, measured = Counter((c.op, c.bytes) for c in listed), Counter(step.collectives)
+    for op, size in (*(expected - measured), *(measured - expected)):
+        raise CheckFailed(
+            f"the program lists {expected[op, size]} {op} of {size} bytes, and a step has {measured[op, size]}",
+            where="collectives",
+            remedy="compare 'fxpar comm' with the operators' backward: an autograd function may return no gradient",
+        )
+
+
+def _traffic(listed: Iterable[Collective], program: Program, why_not: Mapping[str, str]) -> tuple[Traffic, ...]:
+    groups: dict[tuple[str, str, str], list[Collective]] = {}
+    for c in listed:
+        groups.setdefault((c.axis, c.phase, c.op), []).append(c)
+    return tuple(
+        Traffic(
+            op,
+            axis,
+            phase,
+            len(mine),
+            sum(c.bytes for c in mine),
+            str(simplify(sum(parse_size(c.bytes_formula) for c in mine))),
+            sum(not why_not[c.node] for c in mine),
+            sum(note(program.node(c.node)).one_shot for c in mine),
+            tuple(sorted({why_not[c.node] for c in mine} - {""})),
+            round(sum(c.bytes * c.part for c in mine if c.part < 1 and not why_not[c.node])),
+        )
+        for (axis, phase, op), mine in groups.items()
+    )
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def part_of(module: str) -> str:
+    """The part of the model that a module belongs to: its layer, or itself outside of the layers."""
+    return layer_of(module) or module
+
+
+def _activations(
+    program: Program, step: Measured, sizes: Mapping[str, int], count: Callable[[Mapping[str, int]], Measured]
+) -> Activations:
+    powers = closed_form.exponents(program)
+    where = closed_form.points(powers, sizes)
+    measured = [_by_part(step.saved if point == sizes else count(point).saved) for point in where]
+    fitted = closed_form.fit(powers, where, measured)
+    formulas = {part: in_input_sizes(program, size) for part, size in fitted.items() if size is not None}
+    tensors = Counter(part_of(tensor.place.module) for tensor in step.saved)
+    return Activations(tensors, _by_part(step.saved), formulas)
+
+
+def _by_part(saved: Iterable[Kept]) -> dict[str, int]:
+    sizes: dict[str, int] = {_TOTAL: 0}
+    for entry in saved:
+        part = part_of(entry.place.module)
+        sizes[part] = sizes.get(part, 0) + entry.bytes
+        sizes[_TOTAL] += entry.bytes
+    return sizes
+
+
+def _weights(program: Program) -> list[Parameter]:
+    return [p for p in program.parameters if p.kind == "parameter"]
+
+
+def places(program: Program) -> list[dict[str, int]]:
+    """Every rank's index on the axes that split the program."""
+    return [coordinates(program.axes, rank) for rank in range(prod(program.axes.values()))]
+
+
+def _ranks(program: Program, step: Measured, kind: OptimizerKind, inputs: int) -> tuple[RankMemory, ...]:
+    weights = _weights(program)
+    parameters = sum(held_bytes(program, p) for p in weights)
+    buffers = sum(held_bytes(program, p) for p in program.parameters if p.kind != "parameter")
+    trained = [p for p in weights if p.node in step.gradients]
+    gradients = sum(held_bytes(program, p) for p in trained)
+    state = sum(kind.bytes(held_bytes(program, p)) for p in trained)
+    activations = sum(tensor.bytes for tensor in step.saved)
+    copies = sum(copy_bytes(program, p) for p in weights)
+    peak = parameters + copies + buffers + state + inputs + step.peak.bytes
+    ranks = []
+    for rank, place in enumerate(places(program)):
+        mine = [held_by(program, p, place) for p in weights]
+        whole, shared, padding = (sum(getattr(h, part) for h in mine) for part in ("whole", "shared", "padding"))
+        parts = (whole, shared, padding, copies, buffers, gradients, state, activations, peak)
+        ranks.append(RankMemory(rank, parameters, *parts))
+    return tuple(ranks)
+
+
+def _modules(
+    program: Program, step: Measured, activations: Activations, kind: OptimizerKind
+) -> tuple[ModuleMemory, ...]:
+    """By part, in the order in which the model runs."""
+    parts: dict[str, list[Parameter]] = {}
+    for node in program.graph.nodes:
+        parameter = program.parameter(node) if node.op == "placeholder" else None
+        if parameter is not None and parameter.kind == "parameter":
+            parts.setdefault(part_of(parameter.fqn.rpartition(".")[0]), []).append(parameter)
+    for part in activations.bytes:
+        if part != _TOTAL:
+            parts.setdefault(part, [])
+    modules = []
+    for part, mine in parts.items():
+        trained = [held_bytes(program, p) for p in mine if p.node in step.gradients]
+        modules.append(
+            ModuleMemory(
+                part,
+                sum(held_bytes(program, p) for p in mine),
+                sum(trained),
+                sum(kind.bytes(size) for size in trained),
+                activations.bytes.get(part, 0),
+                activations.tensors.get(part, 0),
+                activations.formulas.get(part, ""),
+            )
+        )
+    return tuple(modules)
+
+
+def _input_bytes(program: Program, sizes: Mapping[str, int]) -> int:
+    total = 0
+    for entry in program.inputs:
+        if entry.path == RNG_PATH or received_name(entry.path):  # made for each step, or kept like an activation
+            continue
+        layout = output_layouts(program.node(entry.node))[0]
+        size = product(local_shape(entry.type.shape, layout, program.axes))
+        total += evaluate(size, sizes) * entry.type.dtype.itemsize
+    return total
+
+
+def _model_size(program: Program, share: float) -> ModelSize:
+    weights = _weights(program)
+    elements = [evaluate(product(p.type.shape), {}) for p in weights]
+    widths = [held_type(program.plan, p.type).dtype.itemsize for p in weights]
+    in_all = sum(count * width for count, width in zip(elements, widths, strict=True))
+    return ModelSize(sum(elements), in_all, sum(local_elements(program, p) for p in weights), share)
+
+
+def _moment(peak: Peak) -> Moment:
+    return Moment(peak.bytes, peak.place.phase, peak.place.module, peak.operator)
+
+
+# ---------------------------------------------------------------------- pipelines
+
+
+def stage_lines(program: Program, reports: Sequence[Report], sizes: Mapping[str, int]) -> tuple[StageLine, ...]:
+    """A line for each stage.
+
+    Args:
+        reports: the figures of each.
+    """
+    plan, lines = program.plan, []
+    for share, report in zip(stage_shares(program, sizes), reports, strict=True):
+        rank, memory = share.stage % plan.pp, report.ranks[0]
+        flying = in_flight(plan.pp, plan.virtual_stages, rank)[share.stage // plan.pp]
+        received = share.received
+        lines.append(
+            StageLine(
+                share.stage,
+                rank,
+                share.first,
+                share.last,
+                share.flops,
+                share.share,
+                share.elements,
+                memory.parameters,
+                memory.gradients,
+                memory.optimizer,
+                memory.activations + sum(crossing.bytes for crossing in received),
+                flying,
+                received,
+            )
+        )
+    return tuple(lines)
+
+
+def most_elements(lines: Sequence[StageLine], plan: Plan) -> int:
+    """Elements of the parameters of the rank that has most."""
+    return max(sum(line.elements for line in lines if line.rank == rank) for rank in range(plan.pp))
+
+
+def joined(reports: Sequence[Report], lines: Sequence[StageLine], plan: Plan) -> Report:
+    """The figures of all stages and ranks.
+
+    Args:
+        reports: the figures of each stage.
+        lines: of each stage.
+    """
+    ranks: list[RankMemory] = []
+    worst: dict[int, int] = {}
+    for rank in range(plan.pp):
+        stages = [line.stage for line in lines if line.rank == rank]
+        # The stage whose step makes the rank's peak.
+        top = max(stages, key=lambda stage: reports[stage].peak.bytes - reports[stage].ranks[0].gradients)
+        for place in range(len(reports[0].ranks)):
+            ranks.append(_rank(len(ranks), place, stages, top, reports, lines))
+        worst[top] = ranks[-1].peak
+    fullest = reports[max(worst, key=lambda stage: worst[stage])]
+    return replace(
+        fullest,
+        collectives=_joined_traffic(reports),
+        ranks=tuple(ranks),
+        modules=_joined_modules(reports),
+        activations=_sum([report.activations for report in reports if report.ranks[0].activations]),
+        inputs=max(report.inputs for report in reports),
+        stages=tuple(lines),
+    )
+
+
+def _rank(
+    number: int, place: int, stages: Sequence[int], top: int, reports: Sequence[Report], lines: Sequence[StageLine]
+) -> RankMemory:
+    """What a rank of the pipeline holds: all its stages, of each the microbatches in flight."""
+    parts = [reports[stage].ranks[place] for stage in stages]
+    sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
+    activations = sum(lines[stage].in_flight * lines[stage].activations for stage in stages)
+    step = reports[top].peak.bytes  # with what one microbatch keeps, and the gradients of that stage
+    step -= reports[top].ranks[place].activations + reports[top].ranks[place].gradients
+    resident = sum(sums[name] for name in ("parameters", "copies", "buffers", "gradients", "optimizer"))
+    peak = resident + reports[top].inputs + activations + max(step, 0)
+    return RankMemory(rank=number, **sums, activations=activations, peak=peak)
+
+
+def _joined_traffic(reports: Sequence[Report]) -> tuple[Traffic, ...]:
+    groups: dict[tuple[str, str, str], list[Traffic]] = {}
+    for report in reports:
+        for one in report.collectives:
+            groups.setdefault((one.axis, one.phase, one.op), []).append(one)
+    return tuple(
+        replace(
+            mine[0],
+            count=sum(one.count for one in mine),
+            bytes=sum(one.bytes for one in mine),
+            copied=sum(one.copied for one in mine),
+            one_shot=sum(one.one_shot for one in mine),
+            reasons=tuple(sorted({reason for one in mine for reason in one.reasons})),
+            needed=sum(one.needed for one in mine),
+            formula=_sum([one.formula for one in mine]),
+        )
+        for mine in groups.values()
+    )
+
+
+def _sum(formulas: Sequence[str]) -> str:
+    """In closed form, where each has one."""
+    return str(simplify(sum(parse_size(text) for text in formulas))) if formulas and all(formulas) else ""
+
+
+def _joined_modules(reports: Sequence[Report]) -> tuple[ModuleMemory, ...]:
+    """Of all stages; what several have a part of says which."""
+    counts = Counter(module.module for report in reports for module in report.modules)
+    return tuple(
+        replace(module, module=f"{module.module or 'the model'} on stage {stage}")
+        if counts[module.module] > 1
+        else module
+        for stage, report in enumerate(reports)
+        for module in report.modules
+    )

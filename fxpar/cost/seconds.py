@@ -1,0 +1,384 @@
+"""Seconds of a training step on one rank, by the constants of `Cost`.
+
+Enters: FLOPs, bytes and elements; or a step with the calls of its regions written out. Leaves: seconds of products, of
+memory and of collectives; of a step what each collective takes, the products beside which it travels, and the seconds
+for which a rank waits for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import ceil, prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.cost.communication import Collective, collectives, symbol_sizes
+from fxpar.cost.flops import computed_part, matmul_flops
+from fxpar.ir.program import Note, Program, ScalarType, note, output_layouts, output_types, tensor_type
+from fxpar.layout.nesting import local_shape
+from fxpar.layout.symbolic_sizes import evaluate
+from fxpar.ops import COMPOSITE_OF
+from fxpar.plan.cost import Cost
+
+aten = torch.ops.aten
+
+# Forward, and gradients of both operands.
+_PASSES = 3
+# Bytes that the optimizer moves for each parameter: weight, gradient and two moments, in 4 bytes each.
+_OPTIMIZER = 16
+# An activation is written and read in the forward pass, and its gradient in the backward pass.
+_ACCESSES = 4
+
+
+def product_seconds(flops: float, part: float, cost: Cost) -> float:
+    """Of a matrix product and its backward, of which a rank computes a part.
+
+    Args:
+        flops: of the whole forward.
+    """
+    return _PASSES * flops * part / cost.flops
+
+
+def access_seconds(size: float, part: float, cost: Cost) -> float:
+    """In which an activation is stored and read, and its gradient.
+
+    Args:
+        size: bytes of the whole.
+        part: what a rank holds of it.
+    """
+    return _ACCESSES * size * part / cost.memory
+
+
+def optimizer_seconds(elements: float, part: float, cost: Cost) -> float:
+    """In which the optimizer moves a parameter.
+
+    Args:
+        elements: of the whole.
+        part: what a rank holds of it.
+    """
+    return _OPTIMIZER * elements * part / cost.memory
+
+
+def again_seconds(flops: float, moved: float, cost: Cost) -> float:
+    """In which an operation of the forward is computed once more.
+
+    Args:
+        flops: those of a rank.
+        moved: bytes that a rank reads and writes.
+    """
+    return flops / cost.flops + moved / cost.memory
+
+
+# ---------------------------------------------------------------------- what a ring sends
+# By a ring of n ranks, each sends (n - 1)/n of the whole value's bytes in a round; the whole value is what an
+# all-gather yields and what a reduction takes in (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
+# clusters of workstations", JPDC 2009).
+
+
+# An all-reduce is a reduce-scatter and an all-gather.
+ROUNDS: Mapping[str, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+
+
+def sent(op: str, n: int) -> float:
+    """Bytes that each of n ranks sends for each byte of the whole value."""
+    return ROUNDS[op] * (n - 1) / n
+
+
+def collective_seconds(op: str, n: int, size: float, cost: Cost, latency: float) -> float:
+    """Seconds of a collective whose every round starts anew.
+
+    Args:
+        size: bytes of the whole value.
+        latency: seconds before a round's first byte.
+    """
+    return ROUNDS[op] * (latency + (n - 1) / n * size / cost.bandwidth)
+
+
+# ---------------------------------------------------------------------- what is stored
+# A compiled program stores these results and reads them again. Others are computed on the fly inside a kernel;
+# counting each of them would make a norm that is spelt out dearer than the same norm as one operation.
+
+
+# Operations that a compiler does not merge with their neighbours besides matrix products.
+_KERNELS: Set[object] = frozenset(
+    {
+        aten.layer_norm.default,
+        aten.native_layer_norm.default,
+        aten.rms_norm.default,
+        aten.group_norm.default,
+        aten.dropout.default,
+        *COMPOSITE_OF,
+    }
+)
+_VIEWS: Set[object] = frozenset(
+    {
+        aten.view.default,
+        aten.reshape.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.t.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.chunk.default,
+    }
+)
+
+
+def materialised(program: Program, products: Set[fx.Node], weights: Set[fx.Node]) -> set[fx.Node]:
+    """Nodes whose values are stored: results and operands of products, norms, dropout, lookups and losses, and what
+    several operations read (residual streams).
+
+    Args:
+        products: matrix products and attention.
+        weights: values made from parameters alone; they are none of these.
+    """
+    stored = set()
+    for node in program.graph.nodes:
+        if node.op != "call_function" or node in weights or node.target in _VIEWS:
+            continue
+        if not any(kind.is_float for kind in output_types(node)):
+            continue
+        readers = _readers(node)
+        kernels = [other for other in (node, *readers) if other in products or other.target in _KERNELS]
+        if kernels or len(readers) > 1:
+            stored.add(node)
+    return stored
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    """The operations that read a value, also through views of it."""
+    readers, pending = set(), list(node.users)
+    for user in pending:
+        if user.target in _VIEWS:
+            pending.extend(user.users)
+        elif user.op == "call_function":
+            readers.add(user)
+    return readers
+
+
+# ---------------------------------------------------------------------- nodes of a step
+# Collectives, and matrix products in waves of multiprocessors; anything else takes next to nothing.
+
+
+# Products whose results are cut into tiles, and those of them whose leading dimension is a number of matrices.
+_BATCHED = ("aten.bmm.default", "aten.baddbmm.default")
+_OF_TILES = ("aten.mm.default", "aten.addmm.default", "aten.linear.default", *_BATCHED)
+
+
+@dataclass(frozen=True)
+class Sending:
+    """A collective, and the seconds that it takes alone.
+
+    Attributes:
+        hideable: of its seconds those in which products can run beside it: all of what copy engines carry, which of
+            sums over more than two ranks is the first half of the way, none of what is sent in one shot, and of what
+            the process group sends the part `Cost.hidden`.
+    """
+
+    collective: Collective
+    seconds: float
+    hideable: float
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Seconds on a rank.
+
+    Attributes:
+        sends: of the nodes that communicate, by name; most have one collective.
+        products: of matrix products and attention.
+    """
+
+    sends: Mapping[str, Sequence[Sending]]
+    products: Mapping[fx.Node, float]
+
+
+def estimates(program: Program, sizes: Mapping[str, int] | None = None) -> Estimates:
+    """What the nodes of a step take.
+
+    Args:
+        program: with property `local` and without calls of regions.
+        sizes: of the inputs by symbol; the example's by default.
+    """
+    sends: dict[str, list[Sending]] = {}
+    notes = {node.name: note(node) for node in program.graph.nodes if node.op == "call_function"}
+    for collective in collectives(program, sizes):
+        sends.setdefault(collective.node, []).append(_sending(program, collective, notes[collective.node]))
+    values = symbol_sizes(program, sizes)
+    rate = program.plan.cost.flops
+    products = {
+        node: evaluate(flops, values) * computed_part(node, program.axes) / (rate * _filled(program, node, values))
+        for node, flops in matmul_flops(program)
+    }
+    return Estimates(sends, products)
+
+
+def _sending(program: Program, sent: Collective, how: Note) -> Sending:
+    """Through the process group, or where a buffer is noted by copies or in one shot, between ranks of one machine."""
+    axes = sent.axis.split("-")
+    cost, ranks = program.plan.cost.on(axes), prod(program.axes[axis] for axis in axes)
+    if not how.buffer:
+        seconds = collective_seconds(sent.op, ranks, sent.bytes, cost, cost.latency)
+        return Sending(sent, seconds, cost.hidden * seconds)
+    alone = collective_seconds(sent.op, ranks, sent.bytes * sent.part, cost, 0.0)
+    if how.one_shot:
+        return Sending(sent, alone + cost.latency, 0.0)
+    carried = alone / 2 if ranks > 2 and sent.op == "all_reduce" else alone
+    return Sending(sent, alone + cost.copy_latency, carried + cost.copy_latency)
+
+
+def _filled(program: Program, node: fx.Node, values: Mapping[str, int]) -> float:
+    """The part of its time in which a product computes; 1 where it is none of two matrices."""
+    if str(node.target) not in _OF_TILES:
+        return 1.0
+    shape = local_shape(tensor_type(node).shape, output_layouts(node)[0], program.axes)
+    *leading, rows, columns = (1, *(evaluate(size, values) for size in shape))
+    if str(node.target) not in _BATCHED:
+        leading, rows = [], rows * prod(leading)
+    return filled(prod(leading), rows, columns, program.plan.cost.multiprocessors)
+
+
+# Rows and columns of a tile, and its rate over that of the largest.
+TILES: Mapping[tuple[int, int], float] = {
+    (128, 256): 1.0,
+    (256, 128): 1.0,
+    (192, 192): 1.0,
+    (128, 192): 0.97,
+    (192, 128): 0.97,
+    (128, 128): 0.9,
+    (64, 256): 0.85,
+    (256, 64): 0.85,
+    (64, 128): 0.75,
+    (128, 64): 0.75,
+    (64, 64): 0.65,
+}
+
+
+@lru_cache(maxsize=4096)
+def filled(matrices: int, rows: int, columns: int, multiprocessors: int) -> float:
+    """The part of its time in which a product computes, by the tiles with which that is most; at most 1.
+
+    Args:
+        matrices: results of a batched product, each of `rows` by `columns` elements.
+        multiprocessors: of the GPU; 1 where there are no waves.
+    """
+    elements = matrices * rows * columns
+    if multiprocessors == 1 or not elements:
+        return 1.0
+    return max(
+        rate * elements / (_rounds(matrices * ceil(rows / high) * ceil(columns / wide), multiprocessors) * high * wide)
+        for (high, wide), rate in TILES.items()
+    )
+
+
+def _rounds(tiles: int, multiprocessors: int) -> int:
+    """Tiles for which there is time in as many waves as these need."""
+    return ceil(tiles / multiprocessors) * multiprocessors
+
+
+# ---------------------------------------------------------------------- what stays exposed
+# Time passes in matrix products and for collectives; those of an axis travel one after the other, and each is waited
+# for in front of its first reader, at the latest at the end of its run (`fxpar.passes.overlap`). What of a collective
+# cannot be hidden, since its kernel takes the products' multiprocessors, passes where it starts.
+
+
+@dataclass(frozen=True)
+class Travel:
+    """A collective on its way.
+
+    Attributes:
+        collective: what is sent.
+        seconds: by the plan's constants.
+        beside: names of the products between its start and its first reader, with the seconds of each.
+        exposed: seconds for which a rank waits for it.
+    """
+
+    collective: Collective
+    seconds: float
+    beside: tuple[tuple[str, float], ...]
+    exposed: float
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping."""
+        beside = [{"node": name, "seconds": seconds} for name, seconds in self.beside]
+        return {**self.collective.to_json(), "seconds": self.seconds, "beside": beside, "exposed": self.exposed}
+
+
+def travels(program: Program, sizes: Mapping[str, int] | None = None) -> list[Travel]:
+    """All collectives of a step in the order in which they start.
+
+    Args:
+        program: a step, with property `local` and without calls of regions.
+        sizes: of the inputs by symbol; the example's by default.
+    """
+    seconds, travels = estimates(program, sizes), []
+    for run in _runs(program):
+        clock = _Clock(seconds)
+        clock.run(run)
+        travels += clock.done
+    return travels
+
+
+def _runs(program: Program) -> Iterator[list[fx.Node]]:
+    """What is computed at a stretch, in order: each phase, cut at the boundaries of calls."""
+    nodes = [n for n in program.graph.nodes if n.op == "call_function" and not isinstance(note(n).type, ScalarType)]
+    for _, run in itertools.groupby(nodes, key=lambda node: (note(node).phase, note(node).region)):
+        yield list(run)
+
+
+@dataclass
+class _Clock:
+    """The time of a rank and of what travels, while a run is computed in order."""
+
+    seconds: Estimates
+    done: list[Travel] = field(default_factory=list)
+    _now: float = 0.0
+    _free: dict[str, float] = field(default_factory=dict)
+    _under_way: dict[fx.Node, int] = field(default_factory=dict)
+    _ends: list[float] = field(default_factory=list)
+
+    def run(self, order: Sequence[fx.Node]) -> None:
+        for node in order:
+            for read in node.all_input_nodes:
+                self._wait(read)
+            self._start(node)
+            if node in self.seconds.products:
+                self._compute(node, self.seconds.products[node])
+        for node in list(self._under_way):
+            self._wait(node)
+
+    def _start(self, node: fx.Node) -> None:
+        for sending in self.seconds.sends.get(node.name, ()):
+            self._wait(node)  # of several collectives of a node each needs the one before
+            one = sending.collective
+            end = max(self._now, self._free.get(one.axis, 0.0)) + sending.seconds
+            self._free[one.axis] = end
+            self._under_way[node] = len(self.done)
+            stalled = sending.seconds - sending.hideable
+            self._now += stalled
+            self.done.append(Travel(one, sending.seconds, (), stalled))
+            self._ends.append(end)
+
+    def _compute(self, node: fx.Node, seconds: float) -> None:
+        self._now += seconds
+        for index in self._under_way.values():
+            one = self.done[index]
+            self.done[index] = Travel(one.collective, one.seconds, (*one.beside, (node.name, seconds)), one.exposed)
+
+    def _wait(self, node: fx.Node) -> None:
+        index = self._under_way.pop(node, None)
+        if index is None:
+            return
+        one, waited = self.done[index], max(0.0, self._ends[index] - self._now)
+        self._now += waited
+        self.done[index] = Travel(one.collective, one.seconds, one.beside, one.exposed + waited)
