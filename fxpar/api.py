@@ -20,8 +20,7 @@ from fxpar.plan.plan import Plan
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.prefetch import Prefetched
 from fxpar.runtime.refusals import Unwrappable
-from fxpar.runtime.workers import start_workers
-from fxpar.runtime.world import connect, join
+from fxpar.runtime.world import connect, join, start_workers
 
 _LONGEST_TIMEOUT = 1e7  # a third of a year; the process groups count in microseconds
 

@@ -106,7 +106,7 @@ def expert_problems(plan: Plan) -> Iterator[str]:
         # What stands between graphs has fixed addresses and sizes too (`fxpar.runtime.graphs.partial`).
         yield "dispatch='exact' has sizes that no CUDA graph can hold: leave cuda_graphs out, or give dispatch='static'"
     if plan.compile:
-        # Units are compiled for sizes of inputs (`fxpar.runtime.sizes`); rows would be further ones in each layer.
+        # Units are compiled for sizes of inputs (`fxpar.runtime.compiled`); rows would be further ones in each layer.
         yield "dispatch='exact' has sizes that the routing decides: give compile=False, or dispatch='static'"
 
 

@@ -6,17 +6,18 @@ collective a step; nothing waits for them before they are read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fxpar.cost.load_balance import ExpertLoad, expert_loads
-from fxpar.ir.step import is_dropped, is_load, module_of_load
+from fxpar.ir.step import is_dropped, is_excess, is_load, module_of_load
 from fxpar.mesh.axes import Cuts
-from fxpar.ops.collectives import arrived, start_gather
+from fxpar.ops.collectives import arrived, max_over, start_gather
 from fxpar.plan.plan import Plan
+from fxpar.runtime.grad_buffers import Finish
 from fxpar.runtime.world import World
 
 
@@ -58,3 +59,52 @@ def gathered(parts: Sequence[Mapping[str, Tensor]], world: World, plan: Plan) ->
     group = world.groups["-".join(plan.axes)]
     counts = arrived(start_gather(torch.cat(summed), group))
     return Loads(names, tuple(len(load) for load in summed[: len(names)]), dropped, counts)
+
+
+# ---------------------------------------------------------------------- budget
+
+# Steps whose experts received more rows than their buffers have places for are run again.
+
+
+Finished = Callable[[dict[str, Tensor], Hashable, Finish], Mapping[str, Tensor]]
+
+
+class Overflow(Exception):
+    """Rows had no place: what was computed of them is not to be used."""
+
+
+class Budget:
+    """The budget of a plan's buffers.
+
+    Attributes:
+        steps: that were taken.
+        repeated: of these, those that were run again.
+    """
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        self._group = world.groups["-".join(plan.axes)]
+        self.steps = self.repeated = 0
+
+    def checked(self, rows: Sequence[Mapping[str, Tensor]], finished: Finished) -> Finished:
+        """What makes gradients of a step that is to be used.
+
+        Args:
+            rows: of the microbatches, filled by then.
+            finished: makes them.
+        """
+
+        def check(local_gradients: dict[str, Tensor], signature: Hashable, finish: Finish) -> Mapping[str, Tensor]:
+            self.steps += 1
+            excess = [value.flatten() for part in rows for name, value in part.items() if is_excess(name)]
+            if excess and max_over(torch.cat(excess).amax(), self._group).item() > 0:
+                self.repeated += 1
+                raise Overflow
+            return finished(local_gradients, signature, finish)
+
+        return check
+
+    def __str__(self) -> str:
+        return (
+            f"Of {self.steps} steps {self.repeated} were repeated: more rows of experts came than receive_budget has "
+            "places for."
+        )

@@ -6,7 +6,7 @@ buffer is overwritten, else added to.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.guards import TensorGuards
 
 from fxpar.checkpoint.sharded import StageGradient, leaf_of
+from fxpar.errors import InputError
 from fxpar.ops.products import Destination
-from fxpar.runtime.tensor_addresses import TensorAddresses
 
 # Asked of all parameters at each step, in one call each.
 _GRADIENT, _HOOKS = attrgetter("grad"), attrgetter("_backward_hooks")
@@ -265,3 +266,97 @@ def _hooked(leaf: Tensor, gradient: Tensor) -> Tensor:
         if replacement is not None:
             gradient = replacement
     return gradient
+
+
+# ---------------------------------------------------------------------- deferred grad sync
+
+# Gradients that wait for their sum over the ranks.
+
+
+Finish = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+
+
+class Waiting:
+    """What calls have left so far.
+
+    Attributes:
+        holds: whether calls leave theirs, and get no gradients.
+    """
+
+    def __init__(self) -> None:
+        self.holds = False
+        self._held: dict[str, Tensor] = {}
+        self._signature: Hashable = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a call's gradients are summed by themselves."""
+        return not self.holds and not self._held
+
+    @torch.no_grad()
+    def finished(self, unsummed: dict[str, Tensor], signature: Hashable, finish: Finish) -> Mapping[str, Tensor]:
+        """The gradients of a call and of those that waited; none where this one waits too.
+
+        Args:
+            unsummed: what the call leaves.
+            signature: of what.
+            finish: makes gradients of it. A collective call.
+
+        Raises:
+            InputError: what waits is of another program.
+        """
+        if self.is_idle:
+            return finish(unsummed)
+        if self._held:
+            if signature != self._signature:
+                raise InputError(
+                    "leaves other gradients than the calls that wait for their sum",
+                    where="no_sync",
+                    remedy="make calls of one structure, mode and kind of sizes under no_sync and right after it",
+                )
+            torch._foreach_add_(list(unsummed.values()), [self._held[name] for name in unsummed])
+        if self.holds:
+            self._held, self._signature = unsummed, signature
+            return {}
+        self._held = {}
+        return finish(unsummed)
+
+    def discard(self) -> None:
+        """Forgets what waits."""
+        self._held = {}
+
+
+# ---------------------------------------------------------------------- tensor addresses
+
+# Where tensors lie in memory.
+
+
+_PLACE = Tensor.data_ptr
+
+
+class TensorAddresses:
+    """Where tensors lie, and whether they are trained; equal for equal addresses, sizes and strides.
+
+    Asked at each step of all parameters: what Dynamo asks of a compiled function's tensors is asked in one call, and
+    the hash is kept.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._places = list(map(_PLACE, tensors))
+        sizes: Any = [list(tensor.shape) for tensor in tensors]
+        strides: Any = [list(tensor.stride()) for tensor in tensors]
+        trained = [tensor.requires_grad for tensor in tensors]
+        self._facts = (self._places, sizes, strides, trained)
+        self._hash = hash(tuple(self._places))
+        # Types and devices too, and all as the surrounding has it (inference mode).
+        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the tensors lie there still; not, too, where the surrounding is another."""
+        return bool(self._guards.check(*tensors)) and list(map(_PLACE, tensors)) == self._places
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, TensorAddresses) and self._facts == other._facts)
+
+    def __hash__(self) -> int:
+        return self._hash

@@ -10,34 +10,39 @@ in the backward (PyTorch's min-cut).
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.compile_utils import fx_graph_cse
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
-from torch._inductor import config
+from torch._inductor import config, ir, lowering
+from torch._inductor.choices import InductorChoices
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar.ir.program import output_node
-from fxpar.ops import (
+from fxpar.ops import (  # noqa: F401 - define the operators
     dropped,
-    products,  # noqa: F401 - defines the operator
+    needed_copies,
+    peer_memory,
+    products,
 )
 from fxpar.plan.plan import Plan
 from fxpar.runtime.allreduce_epilogue_fusion import sums_in_rows
-from fxpar.runtime.graphs.standin import opaque
-from fxpar.runtime.inductor_choices import Heuristics
-from fxpar.runtime.partitioner_hints import keep_sums
+from fxpar.runtime.graphs.pool import opaque
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 Run = Callable[..., Sequence[Any]]
@@ -170,3 +175,213 @@ def place_products(graph: fx.Graph) -> int:
             value.target, value.args = _PLACED, (*value.args, index)
             placed += 1
     return placed
+
+
+# ---------------------------------------------------------------------- partitioner hints
+
+# Sums that a compiled pair keeps for its backward.
+#
+# Where a backward needs the sum of two values alone, as a norm behind a residual connection does, PyTorch's min-cut
+# keeps one of them if the other is kept anyway: as many bytes, and more to read for each kernel that adds them again.
+
+
+aten = torch.ops.aten
+_LISTS = get_default_op_list()
+
+
+def keep_sums(graph: fx.Graph, late: str) -> None:
+    """Marks sums of two values of one size of which one is read for the sum alone: they are kept in its place.
+
+    Args:
+        late: with what the names of inputs begin that the backward alone takes.
+    """
+    backward: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.name.startswith(late) or not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+        if node in backward or node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs:
+            continue
+        one, other = node.args
+        if not _size(node) or _size(one) != _size(node) or _size(other) != _size(node):
+            continue
+        if any(_is_only_for(a, node) and _is_dear(b, node) for a, b in ((one, other), (other, one))):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _size(value: Any) -> tuple[Any, ...]:
+    """Shape and type of a tensor; nothing is asked of symbolic sizes, which would be a guard."""
+    tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
+    if not isinstance(tensor, Tensor):
+        return ()
+    return (*(size.node.expr if isinstance(size, torch.SymInt) else size for size in tensor.shape), tensor.dtype)
+
+
+def _is_only_for(value: fx.Node, total: fx.Node) -> bool:
+    """Whether what a value is made of, from a product or a collective on, is read for the sum alone."""
+    while value.op == "call_function" and len(value.users) == 1:
+        if _is_root(value):
+            return True
+        large = [read for read in value.all_input_nodes if _is_large(read, total)]
+        if len(large) != 1:
+            return False
+        value = large[0]
+    return False
+
+
+def _is_dear(value: fx.Node, total: fx.Node) -> bool:
+    """Whether a value is made of another as large as it, that cannot be computed again in passing."""
+    seen: set[fx.Node] = set()
+    left = [value]
+    while left:
+        node = left.pop()
+        if _is_large(node, total) and (node.op == "placeholder" or _is_root(node)):
+            return True
+        left += [read for read in node.all_input_nodes if read not in seen]
+        seen.update(node.all_input_nodes)
+    return False
+
+
+def _is_root(node: fx.Node) -> bool:
+    """Whether a node is a product or what only fxpar knows, of which no kernel is a part."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.namespace not in ("aten", "prims") or _LISTS.is_compute_intensive(node)
+
+
+def _is_large(node: fx.Node, total: fx.Node) -> bool:
+    """Whether a value has at least as many bytes as the sum, at the sizes of the example."""
+    return _bytes(node) >= _bytes(total) > 0
+
+
+def _bytes(node: fx.Node) -> int:
+    tensor = node.meta.get("val")
+    if not isinstance(tensor, Tensor):
+        return 0
+    sizes = [int(size.node.hint or 0) if isinstance(size, torch.SymInt) else size for size in tensor.shape]
+    return prod(sizes) * tensor.itemsize
+
+
+# ---------------------------------------------------------------------- inductor choices
+
+# Which kernels Inductor makes: what it is asked, where its own answer is not the best for a step on several ranks.
+#
+# - None of two kernels that would wait for more collectives than each of the two does. What reads one value it would
+#   compute in one kernel, which starts when the last of what both read is there.
+# - Rows of up to 4096 elements are reduced in registers, read once: a norm of 8192 rows of 1536 takes 40 us on an H100
+#   where they are read twice.
+# - What is sent is one buffer until it is taken: nothing is put there while copy engines read it.
+# - What another rank copied is read by the kernel that adds it, and by no other; the sum is computed once.
+
+
+# Elements of a row that a kernel holds at once.
+_ROW = 4096
+
+_ops = torch.ops.fxpar
+# Operators that wait for other ranks.
+_WAITING = (
+    _ops.take_copies.default,
+    _ops.arrived.default,
+    _ops.one_shot_sum.default,
+    _ops.one_shot_rows.default,
+    _ops.taken_sum.default,
+    _ops.taken_rows.default,
+    _ops.gather_needed.default,
+    _ops.scatter_needed.default,
+)
+# Of each graph that is compiled, the names of its waits; and by what a send gives, the name of what it sends.
+_WAITS: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
+_SENT: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
+
+
+class Heuristics(InductorChoices):
+    """Inductor's own, but for the above."""
+
+    @staticmethod
+    def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        """Whether two kernels of which neither needs the other may be one."""
+        if _awaited(scheduler, node1) != _awaited(scheduler, node2):
+            return False
+        return bool(InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score))
+
+    @staticmethod
+    def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+        """Whether a row is read once."""
+        if InductorChoices.should_use_persistent_reduction(features, cooperative_reduction):
+            return True
+        is_row = config.triton.persistent_reductions and not cooperative_reduction
+        is_row = is_row and features.get_reduction_hint() == ReductionHint.INNER
+        return is_row and bool(V.graph.sizevars.statically_known_leq(features.reduction_numel, _ROW))
+
+
+def _awaited(scheduler: Any, node: Any) -> set[str]:
+    """Names of the waits for collectives that a kernel depends on."""
+    if scheduler not in _WAITS:
+        _WAITS[scheduler] = frozenset(name for name, kernel in scheduler.name_to_node.items() if _is_wait(kernel.node))
+    return {name for name in _WAITS[scheduler] if name in node.ancestors}
+
+
+def _is_wait(node: Any) -> bool:
+    return isinstance(node, ir._WaitKernel) or getattr(node, "op_overload", None) in _WAITING
+
+
+def _extern(op: Any, *args: Any) -> Any:
+    return lowering.fallback_handler(op, add_to_fallback_set=False)(*args)
+
+
+def _held(x: Any) -> Any:
+    """A value in memory of its own, contiguous: whoever takes it has the same memory."""
+    x.realize()
+    return ir.ExternKernel.require_contiguous(x)
+
+
+@lowering.register_lowering(_ops.send_copies.default, type_promotion_kind=None)
+def _send_copies(x: Any, *more: Any) -> Any:
+    """What is sent stays as it is until it is taken, which reads the same memory."""
+    buffer = _held(x)
+    token = _extern(_ops.send_copies.default, buffer, *more)
+    _SENT.setdefault(V.graph, {})[token.get_name()] = buffer.get_name()
+    return token
+
+
+def _taken(token: Any, x: Any) -> Any:
+    """What was sent, as it was sent."""
+    buffer = _held(x)
+    sent = _SENT[V.graph][token.get_name()]
+    if sent != buffer.get_name():  # two copies were made of it: nothing else reads the first
+        V.graph.never_reuse_buffers.add(sent)
+    return buffer
+
+
+@lowering.register_lowering(_ops.take_copies.default, type_promotion_kind=None)
+def _take_copies(token: Any, x: Any, *more: Any) -> Any:
+    """The other ranks' values."""
+    return _extern(_ops.take_copies.default, token, _taken(token, x), *more)
+
+
+@lowering.register_lowering(_ops.taken_sum.default, type_promotion_kind=None)
+def _taken_sum(token: Any, x: Any, *more: Any) -> Any:
+    """The sum over more than two ranks."""
+    return _extern(_ops.taken_sum.default, token, _taken(token, x), *more)
+
+
+@lowering.register_lowering(_ops.taken_rows.default, type_promotion_kind=None)
+def _taken_rows(token: Any, x: Any, *more: Any) -> Any:
+    """What is computed of its rows."""
+    return _extern(_ops.taken_rows.default, token, _taken(token, x), *more)
+
+
+@lowering.register_lowering(_ops.arrived.default, type_promotion_kind=None)
+def _arrived(token: Any, x: Any, *more: Any) -> Any:
+    """Memory into which another rank will write again: nothing else is put there."""
+    arrived = _extern(_ops.arrived.default, token, _taken(token, x), *more)
+    V.graph.never_reuse_buffers.add(arrived.get_name())
+    return arrived
+
+
+@lowering.register_lowering(_ops.added.default, type_promotion_kind=None)
+def _added(x: Any, came: Any, name: str) -> Any:
+    """An addition, in a kernel with what reads it; whatever else reads it reads the sum."""
+    total = lowering.lowerings[torch.ops.aten.add.Tensor](x, came)
+    total.realize()
+    return total

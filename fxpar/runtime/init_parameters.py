@@ -17,9 +17,8 @@ from fxpar.checkpoint.rank_tensors import Line, ModelTensor, RankTensors, ShardS
 from fxpar.checkpoint.safetensors_files import Checkpoint
 from fxpar.checkpoint.sharded import Sharded, ShardedParameter
 from fxpar.ir.step import is_mixed, main_dtype
-from fxpar.runtime.master_weights import MainParameter
 from fxpar.runtime.meta_model import attach
-from fxpar.runtime.parameters import Elsewhere, WholeParameter
+from fxpar.runtime.parameters import Elsewhere, MainParameter, WholeParameter
 
 if TYPE_CHECKING:
     from fxpar.runtime.module import ParallelModule

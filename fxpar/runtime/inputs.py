@@ -26,7 +26,7 @@ from fxpar.mesh.mesh import Mesh
 from fxpar.ops.collectives import Group
 from fxpar.ops.mesh_process_groups import process_group
 from fxpar.runtime import batch as calls
-from fxpar.runtime.meeting import Met
+from fxpar.runtime.alarm import Met
 from fxpar.runtime.world import World
 
 _REMEDY = "pass the same batch on all ranks"

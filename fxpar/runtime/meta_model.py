@@ -14,10 +14,18 @@ import torch
 from torch import nn
 
 from fxpar.errors import InputError
-from fxpar.runtime.classes import class_of, original_of
-from fxpar.runtime.parameters import Elsewhere
-from fxpar.runtime.refusals import Root, Submodule, Unwrappable
-from fxpar.runtime.writes import BOOKKEEPING, RECORD, Record, Table, check_free, names_of
+from fxpar.runtime.parameters import Elsewhere, class_of, original_of
+from fxpar.runtime.refusals import (
+    BOOKKEEPING,
+    RECORD,
+    Record,
+    Root,
+    Submodule,
+    Table,
+    Unwrappable,
+    check_free,
+    names_of,
+)
 
 
 def skeleton_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

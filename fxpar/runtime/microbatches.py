@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpar.runtime.deferred_grad_sync import Finish
+from fxpar.runtime.grad_buffers import Finish
 
 
 @dataclass(frozen=True)

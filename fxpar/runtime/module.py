@@ -25,8 +25,7 @@ from fxpar.layout.layout import Layout
 from fxpar.manager import Pass
 from fxpar.plan.plan import Plan
 from fxpar.runtime import batch as calls
-from fxpar.runtime.budget import Budget
-from fxpar.runtime.expert_loads import gathered
+from fxpar.runtime.expert_loads import Budget, gathered
 from fxpar.runtime.forward_backward import ForwardBackward
 from fxpar.runtime.grad_buffers import Buffers
 from fxpar.runtime.graphs.full import Ending
@@ -34,19 +33,16 @@ from fxpar.runtime.graphs.graph_cache import GraphFigures, Graphs
 from fxpar.runtime.init_parameters import adopt, held_by, line_of
 from fxpar.runtime.inputs import Inputs
 from fxpar.runtime.mailboxes import Mailboxes
-from fxpar.runtime.master_weights import Copies, check_scaler
 from fxpar.runtime.meta_model import seal
-from fxpar.runtime.optimizers import Optimizers
 from fxpar.runtime.outputs import returned
-from fxpar.runtime.pipeline import Pipeline
-from fxpar.runtime.programs import Programs
+from fxpar.runtime.parameters import Copies, check_scaler
+from fxpar.runtime.pipeline import Pipeline, join
+from fxpar.runtime.programs import Programs, own_stages
 from fxpar.runtime.random_state import RandomState
 from fxpar.runtime.rank_consensus import together
+from fxpar.runtime.refusals import Settings
 from fxpar.runtime.runner import Runner
-from fxpar.runtime.scaling import join
-from fxpar.runtime.settings import Settings
-from fxpar.runtime.stage_assignment import own_stages
-from fxpar.runtime.stateful import Stateful
+from fxpar.runtime.stateful import Optimizers, Stateful
 from fxpar.runtime.training import StepFlags, Training, check_norm
 from fxpar.runtime.world import World
 

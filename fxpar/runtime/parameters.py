@@ -6,14 +6,77 @@ writes random numbers of its process alone: replicas of one weight would drift a
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import weakref
+from abc import ABCMeta
+from collections.abc import Mapping, ValuesView
+from itertools import chain
+from operator import is_
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from fxpar.checkpoint.sharded import leaf_of, local_of
 from fxpar.errors import InputError
-from fxpar.runtime.classes import Alike
+
+# ---------------------------------------------------------------------- classes
+
+# Classes that code takes for the author's: of what the parts of a parallel module are instances.
+
+
+_ORIGINAL = "_stands_for"
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+class Alike(type):
+    """Makes classes equal to those that they stand for: `type(m) == nn.Linear`, and tables by class, go on to work."""
+
+    def __eq__(cls, other: object) -> bool:
+        """Compares what the classes stand for."""
+        return isinstance(other, type) and original_of(cls) is original_of(other)
+
+    def __hash__(cls) -> int:
+        """Agrees with the class that it stands for."""
+        return type.__hash__(original_of(cls))
+
+
+def original_of(cls: type) -> type:
+    """Returns the class that a class stands for; itself where it stands for none."""
+    original: type = vars(cls).get(_ORIGINAL, cls)
+    return original
+
+
+def class_of(ours: type[_Module], author: type[nn.Module]) -> type[_Module]:
+    """Makes a class of ours that stands for one of the author's.
+
+    Calling it makes a module of the author's class: slices of containers do (`model.blocks[:2]`), and so does code that
+    replaces a layer by a new one of the same class.
+
+    Args:
+        ours: a class whose methods go before the author's, and which defines an `__init_subclass__` that ends there.
+        author: is left as it is.
+    """
+
+    def make(cls: type, *args: Any, **options: Any) -> nn.Module:
+        return author(*args, **options)
+
+    namespace = {
+        "__module__": author.__module__,
+        "__qualname__": author.__qualname__,
+        "__doc__": author.__doc__,
+        "__new__": make,
+        "__class__": property(lambda module: author),
+        _ORIGINAL: author,
+    }
+    metaclass, maker = type(author), ABCMeta if isinstance(author, ABCMeta) else type
+    alike = Alike if metaclass is type else type(metaclass.__name__, (Alike, metaclass), {})
+    stand_in: type[_Module] = maker.__new__(alike, author.__name__, (ours, author), namespace)
+    return stand_in
+
+
+# ---------------------------------------------------------------------- whole parameters
 
 # What says on which device a tensor is.
 _OF_DEVICE = (
@@ -173,3 +236,162 @@ def _placed(value: Any, like: Elsewhere) -> Any:
     placed: Any = value.as_subclass(Elsewhere)
     placed.place = like.place
     return placed
+
+
+# ---------------------------------------------------------------------- tensors
+
+# The parameters and buffers of a module, found once.
+
+
+class Tensors:
+    """Parameters and buffers of a module by their first names.
+
+    Attributes:
+        version: a number that changes where a module, parameter or buffer is another object than before.
+        parameters: as `named_parameters` gave them at the last look.
+        leaves: of the parameters.
+        all: buffers too.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.version = 0
+        self._module = module
+        self._tables: list[Mapping[str, Any]] = []
+        self._views: list[ValuesView[Any]] = []
+        self._sizes: list[int] = []
+        self._names: list[str] = []
+        self._objects: list[Any] = []
+        self.parameters: dict[str, Tensor] = {}
+        self.leaves: dict[str, Tensor] = {}
+        self.all: dict[str, Tensor] = {}
+        self._look()
+
+    def _look(self) -> None:
+        self.version += 1
+        self.parameters = dict(self._module.named_parameters())
+        self.leaves = {name: leaf_of(parameter) for name, parameter in self.parameters.items()}
+        self.all = {**dict(self._module.named_buffers()), **self.parameters}
+        self._tables = [t for m in self._module.modules() for t in (m._modules, m._parameters, m._buffers) if t]
+        self._sizes = list(map(len, self._tables))
+        self._names = list(chain.from_iterable(self._tables))
+        self._views = [table.values() for table in self._tables]
+        self._objects = list(chain.from_iterable(self._views))
+
+    def refresh(self) -> None:
+        """Looks whether anything was exchanged."""
+        # In one call each, of the thousands of entries that a deep model has: a loop over them is a part of a replay.
+        is_same = (
+            list(map(len, self._tables)) == self._sizes
+            and all(map(is_, chain.from_iterable(self._views), self._objects))
+            and all(map(is_, chain.from_iterable(self._tables), self._names))
+        )
+        if not is_same:
+            self._look()
+
+
+# ---------------------------------------------------------------------- master weights
+
+# Mixed precision at run time: float32 main values and the copies that programs run on (`fxpar.ir.step`).
+#
+# What changes a tensor is not always seen. torch counts writes of its operators (`Tensor._version`), but not those of
+# its fused optimizers, of collectives or NumPy. So copies are kept only where a call goes on with an accumulation:
+# gradients are there, no optimizer has stepped, and no write was counted. Every other call casts anew.
+
+
+class MainParameter(WholeParameter):
+    """A parameter of which copies are made: writes through `data` are counted as all others are."""
+
+    _stands_for = nn.Parameter
+
+    @property
+    def data(self) -> Tensor:
+        """The values without their history. A write to them counts, which one to torch's own `data` does not."""
+        return self.detach().as_subclass(Undrawn)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        check_replaced(self, value)
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        torch.autograd.graph.increment_version(self)
+
+
+class Copies:
+    """Copies of main values.
+
+    Attributes:
+        casts: how many parameters have been cast so far.
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.casts = 0
+        self._dtype = dtype
+        self._copies: dict[str, Tensor] = {}
+        self._seen: dict[str, tuple[int, ...]] = {}
+        self._mode = (False, False)
+        reference = weakref.ref(self)
+
+        def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            copies = reference()
+            if copies is not None:
+                copies.expire()
+
+        handle = register_optimizer_step_post_hook(stepped)
+        weakref.finalize(self, handle.remove)
+
+    def expire(self) -> None:
+        """Makes the next call cast all: the values have been changed."""
+        self._seen.clear()
+
+    def current(self, parameters: Mapping[str, Tensor], training: bool, differentiated: bool) -> list[Tensor]:
+        """The copies of some parameters, as fresh as their values.
+
+        Args:
+            parameters: by name.
+            training: the module's mode.
+            differentiated: whether the call has a backward.
+        """
+        mode, self._mode = self._mode, (training, differentiated)
+        has_gradients = any(leaf_of(main).grad is not None for main in parameters.values())
+        accumulates = mode == self._mode and differentiated and has_gradients
+        changed = [name for name, main in parameters.items() if self._seen.get(name) != _state(main)]
+        self._cast(parameters, changed if accumulates else list(parameters), changed)
+        return [self._copies[name] for name in parameters]
+
+    @torch.no_grad()
+    def _cast(self, parameters: Mapping[str, Tensor], names: list[str], changed: list[str]) -> None:
+        """Casts some; graphs that saved a copy learn of it where its main values are known to have changed."""
+        with torch.inference_mode(False):  # what is made in that mode can never be trained
+            for name in names:
+                if name not in self._copies:
+                    self._copies[name] = torch.empty_like(local_of(parameters[name]), dtype=self._dtype)
+        if names:
+            # Through `data`, which is not counted: a pending backward may have saved copies that keep their values.
+            parts = [local_of(parameters[name]) for name in names]
+            torch._foreach_copy_([self._copies[name].data for name in names], parts)
+        if changed:
+            torch.autograd.graph.increment_version([self._copies[name] for name in changed])
+        self._seen.update({name: _state(parameters[name]) for name in names})
+        self.casts += len(names)
+
+
+def _state(main: Tensor) -> tuple[int, ...]:
+    """Differs after a write that torch counts."""
+    leaf = leaf_of(main)
+    return main._version, leaf._version, leaf.data_ptr()
+
+
+def check_scaler(scaler: Any, precision: str, device: torch.device) -> None:
+    """Checks what a training step is given to scale its loss.
+
+    Raises:
+        InputError: float16 without a scaler, or something else than one.
+    """
+    remedy = f"pass scaler=torch.amp.GradScaler({device.type!r}), and step and update with it"
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise InputError(f"a {type(scaler).__name__} is no GradScaler", where="scaler", remedy=remedy)
+    if precision != "fp16" or (scaler is not None and scaler.is_enabled()):
+        return
+    lost = "has no scaler" if scaler is None else "has a scaler that is disabled"
+    raise InputError(
+        f"a step in float16 {lost}, and small gradients would be lost as zeros", where="train_step", remedy=remedy
+    )

@@ -6,8 +6,10 @@ gradients of this rank's parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,22 +20,22 @@ from fxpar.errors import InputError
 from fxpar.ir.program import Program, tensor_type
 from fxpar.ir.stages import Stage, holders, received_name
 from fxpar.ir.step import RNG_PATH, buffer_name, is_buffer, written
-from fxpar.ops.mesh_process_groups import process_group
+from fxpar.ops.collectives import Group
+from fxpar.ops.mesh_process_groups import hold, process_group
+from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.pipeline.compiler.schedules import Action, Phase, Schedule
 from fxpar.pipeline.compiler.simulation import Kind, received, sent
 from fxpar.plan.plan import Plan
 from fxpar.rewrite.loss_reduction import COUNT
 from fxpar.runtime.buffer_updates import Written
-from fxpar.runtime.channels import Channels
-from fxpar.runtime.deferred_grad_sync import Waiting
-from fxpar.runtime.evaluation import Evaluation, part_of
+from fxpar.runtime.evaluation import Channels, Evaluation, part_of
 from fxpar.runtime.forward_backward import Bound
+from fxpar.runtime.grad_buffers import Waiting
 from fxpar.runtime.microbatches import Microbatch, joined_loss, unit_of, weight
+from fxpar.runtime.programs import schedule_of
 from fxpar.runtime.rank_consensus import is_lost
 from fxpar.runtime.runner import Prepared
-from fxpar.runtime.stage_assignment import schedule_of
 from fxpar.runtime.steps import FinishedForward, Steps
-from fxpar.runtime.tied_stage_params import TiedStageParams
 from fxpar.runtime.world import World
 
 # With which the backward of a microbatch ends.
@@ -366,3 +368,90 @@ class _PipelineStep:
             total = self.done.total[action.stage]
             torch._foreach_add_(list(total.values()), [local[name] for name in total])
         self.done.last[action.stage] = pending
+
+
+# ---------------------------------------------------------------------- scaling
+
+# Loss scaling over the stages of a pipeline.
+
+
+class _Joined:
+    """In place of a scaler's `_unscale_grads_`, which torch's own sharded scaler overrides for the same reason.
+
+    Gradients cannot say it by themselves, as parts of cut ones do: an optimizer may have none on some stage.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler, world: World) -> None:
+        self._scaler, self._world = weakref.ref(scaler), world
+
+    def __call__(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> dict[Any, Tensor]:
+        scaler: Any = self._scaler()
+        local = type(scaler)._unscale_grads_(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+        total = torch.zeros((), dtype=torch.float32, device=self._world.device)
+        for value in local.values():
+            total = total.maximum(value.to(total.device))
+        dist.all_reduce(total, dist.ReduceOp.MAX, process_group(self._world.groups["pp"]))
+        return {total.device: total}
+
+
+def join(scaler: torch.amp.GradScaler, world: World) -> None:
+    """Makes a scaler that of all stages."""
+    if not scaler.is_enabled():
+        return
+    untyped: Any = scaler
+    if not isinstance(untyped.__dict__.get("_unscale_grads_"), _Joined):
+        untyped._unscale_grads_ = _Joined(scaler, world)
+    # The last stage alone scales a loss, and a scaler has no scale before it has scaled something.
+    scaler.scale(torch.ones((), device=world.device))
+
+
+# ---------------------------------------------------------------------- tied stage params
+
+# Parameters that several stages of a pipeline hold: one value, whose gradients are summed.
+
+
+class TiedStageParams:
+    """The groups of ranks that hold parameters together. Making one is a collective call.
+
+    Args:
+        ranks: by name of the parameter, places in the pipeline.
+
+    Attributes:
+        counted: names of the parameters that count on this rank where each is to count once: those of which it is the
+            first to hold them.
+    """
+
+    def __init__(self, world: World, ranks: Mapping[str, Collection[int]]) -> None:
+        lines = world.mesh.groups("pp")
+        place = world.mesh.coordinates(world.rank)["pp"]
+        self.counted = frozenset(name for name, holders in ranks.items() if min(holders) == place)
+        self._groups: dict[str, Group] = {}
+        several = sorted({tuple(sorted(holders)) for holders in ranks.values() if len(holders) > 1})
+        for places in several:
+            timeout = timedelta(seconds=world.agreement.seconds)
+            members = [[line[i] for i in places] for line in lines]
+            with world.agreement.alarm.opening():
+                subgroup, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
+            if subgroup is not None:
+                group = Group(subgroup.group_name, subgroup.size())
+                hold(self, [group])
+                self._groups |= {name: group for name, holders in ranks.items() if tuple(sorted(holders)) == places}
+
+    def summed(
+        self, gradients: Mapping[str, Tensor], trained: Collection[str], zeros: Callable[[str], Tensor]
+    ) -> dict[str, Tensor]:
+        """Gradients of this rank's parameters, of which those that others hold too are summed. A collective call.
+
+        Args:
+            trained: names of the parameters to which some stage gives a gradient, the same on all ranks.
+            zeros: a gradient of a parameter to which no stage of this rank gives one.
+        """
+        summed = dict(gradients)
+        for name in sorted(self._groups):
+            if name in trained:
+                # Of one order in memory on all ranks: that of a transposed use is transposed.
+                local = summed[name] if name in summed else zeros(name)
+                total = local.clone(memory_format=torch.contiguous_format)
+                dist.all_reduce(total, group=process_group(self._groups[name]))
+                summed[name] = total
+        return summed

@@ -19,6 +19,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from fxpar.runtime.graphs.pool import StandInSide
+
 # Steps that the host may be ahead of the device: enough that the device never waits for it, and few enough that batches
 # do not pile up in memory, since a replayed step takes the host no time.
 _MOST_QUEUED = 2
@@ -110,8 +112,6 @@ def new_side(device: torch.device, is_graphed: bool) -> Side | None:
         return CudaSide(device)
     if not is_graphed:
         return None
-    from fxpar.runtime.graphs.standin import StandInSide
-
     return StandInSide()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -19,12 +20,12 @@ from torch import Tensor, nn
 from fxpar.capture.capture import Captured, arguments
 from fxpar.capture.prepared_model import cast_inputs, in_precision, input_dtype
 from fxpar.compile import compile_model, compile_program
-from fxpar.errors import FxparError, InputError
-from fxpar.ir.program import PRECISION_DTYPES, Program, TensorType, note, output_layouts
+from fxpar.errors import FxparError, InputError, ScheduleError
+from fxpar.ir.program import PRECISION_DTYPES, Input, Program, TensorType, note, output_layouts
 from fxpar.ir.stages import holders
 from fxpar.ir.step import batch_symbol
 from fxpar.layout.layout import Layout
-from fxpar.layout.symbolic_sizes import names
+from fxpar.layout.symbolic_sizes import names, shape_text
 from fxpar.manager import Pass
 from fxpar.mesh.axes import Cuts, axis_that
 from fxpar.ops.lower import Lowered
@@ -33,6 +34,9 @@ from fxpar.passes.annotate import annotate, keeping
 from fxpar.passes.differentiate import is_differentiable
 from fxpar.passes.divide_batch import of_all_ranks
 from fxpar.passes.partition_stages import holding, partition_stages
+from fxpar.pipeline.compiler.builtin_schedules import SCHEDULES, build_schedule
+from fxpar.pipeline.compiler.schedules import Schedule, read_schedule
+from fxpar.pipeline.compiler.simulation import verified
 from fxpar.plan.plan import Plan
 from fxpar.runtime import batch as calls
 from fxpar.runtime import variable_batches
@@ -40,8 +44,6 @@ from fxpar.runtime.graphs.graph_cache import Graphs
 from fxpar.runtime.inputs import Shapes
 from fxpar.runtime.mailboxes import Mailboxes
 from fxpar.runtime.meta_model import skeleton_of
-from fxpar.runtime.size_programs import check_count, fixed_sizes, has_fixed, size_programs
-from fxpar.runtime.stage_assignment import own_stages, rank_of, schedule_of
 from fxpar.runtime.steps import Steps
 from fxpar.runtime.world import World
 from fxpar.text.printing import print_program
@@ -456,3 +458,100 @@ def prove_rows(program: Program, passes: Sequence[Pass]) -> None:
             remedy="say which dimension of each input is the rows (batch_dims={path: dim}), or set microbatches=1 and "
             "pass train_step a list of microbatches",
         ) from error
+
+
+# ---------------------------------------------------------------------- size programs
+
+# Programs that are for sizes of their own: which sizes a further one has as numbers, and how many there may be.
+
+
+def has_fixed(entry: Input, fixed: frozenset[tuple[int, int]]) -> bool:
+    """Whether one of the sizes of an input is a number because PyTorch differentiates for that one alone.
+
+    Args:
+        fixed: as of `Captured`.
+    """
+    return any((dim, size) in fixed for dim, size in enumerate(entry.type.shape) if isinstance(size, int))
+
+
+def fixed_sizes(known: Sequence[Compiled], batch: Any) -> frozenset[tuple[int, int]]:
+    """The sizes of a batch in the dimensions that are numbers in other programs: it is not tried whether they need be.
+
+    Args:
+        known: the other programs.
+    """
+    shapes = {path: value.shape for path, value in calls.leaves(batch) if isinstance(value, Tensor)}
+    fixed = set()
+    for compiled in known:
+        for entry in calls.user_inputs(compiled.program):
+            for dim, size in enumerate(entry.type.shape):
+                if isinstance(size, int) and (dim, size) in compiled.captured.fixed and entry.path in shapes:
+                    fixed.add((dim, shapes[entry.path][dim]))
+    return frozenset(fixed)
+
+
+def sizes_text(program: Program) -> str:
+    """The sizes that a program is for: `ids [b, 16], s >= 5`."""
+    shown = [f"{entry.path} {shape_text(entry.type.shape)}" for entry in calls.user_inputs(program)]
+    return ", ".join([*shown, *map(str, program.conditions)])
+
+
+def check_count(known: Sequence[Compiled], batch: Any, most: int) -> None:
+    """Refuses a further program where there are as many as the plan allows.
+
+    Raises:
+        InputError: names the sizes of the batch and those of the programs.
+    """
+    if len(known) < most:
+        return
+    sizes = [f"{path} {list(v.shape)}" for path, v in calls.leaves(batch) if isinstance(v, Tensor)]
+    listed = "; ".join(sizes_text(compiled.program) for compiled in known)
+    raise InputError(
+        f"needs a program for sizes of its own ({', '.join(sizes)}), and there are {most} already: {listed}",
+        where="batch",
+        remedy=f"pad batches to at most {most} lengths, or raise Plan(size_programs={most})",
+    )
+
+
+def size_programs(known: Mapping[Any, Sequence[Compiled]]) -> tuple[str, ...]:
+    """Of modes and structures with several programs, or one that is for some sizes alone: the sizes of each."""
+    texts = []
+    for programs in known.values():
+        is_one = len(programs) == 1 and not programs[0].captured.fixed and not programs[0].program.conditions
+        texts += [] if is_one else [sizes_text(compiled.program) for compiled in programs]
+    return tuple(texts)
+
+
+# ---------------------------------------------------------------------- stage assignment
+
+# Which stages of a pipeline a rank holds, and in what order it runs them.
+
+
+def schedule_of(plan: Plan, microbatches: int) -> Schedule:
+    """The plan's schedule of a step of so many microbatches; one that does not run is refused.
+
+    Raises:
+        ScheduleError: there is none for them, or it does not run.
+    """
+    name = plan.schedule or ("1f1b" if plan.virtual_stages == 1 else "interleaved_1f1b")
+    sizes = {"pp": plan.pp, "virtual_stages": plan.virtual_stages, "microbatches": microbatches}
+    is_named = name in SCHEDULES
+    schedule = (
+        build_schedule(name, **sizes, group_size=plan.group_size) if is_named else read_schedule(Path(name), **sizes)
+    )
+    if schedule.forward_only:
+        remedy = "choose one that trains; plain calls run forwards alone under any"
+        raise ScheduleError("has no backward, and a step would train nothing", where=f"schedule {name}", remedy=remedy)
+    return verified(schedule).schedule
+
+
+def rank_of(plan: Plan) -> tuple[int, ...]:
+    """Of each stage of a pipeline the place of the rank that holds it."""
+    return schedule_of(plan, plan.microbatches).rank_of
+
+
+def own_stages(plan: Plan, place: int) -> tuple[int, ...]:
+    """The stages of the rank at a place of the pipeline, in order; none without a pipeline."""
+    if plan.pp == 1:
+        return ()
+    return schedule_of(plan, plan.microbatches).stages_of(place)

@@ -30,9 +30,7 @@ import torch.distributed as dist
 from fxpar import errors
 from fxpar.errors import FxparError, InputError, RankError
 from fxpar.plan.plan import Plan
-from fxpar.runtime.alarm import Alarm, alarm_of, wait_for
-from fxpar.runtime.meeting import Failed, Meeting, Met, number
-from fxpar.runtime.tracing import refuse_tracing
+from fxpar.runtime.alarm import Alarm, Failed, Meeting, Met, alarm_of, number, refuse_tracing, wait_for
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -8,14 +8,23 @@ No wrapper asks whether it may. Each looks for an attribute of its own first; th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import types
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain
+from operator import attrgetter, is_
+from pathlib import PurePath
+from types import CodeType
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxpar.errors import InputError
-from fxpar.runtime.writes import FREE, RECORD, TABLES, check_free
+from fxpar.runtime.parameters import original_of
 
 _HOOKS = "the compiled program calls no hooks: it runs operators and no modules"
 _FSDP = "parameters are split and sharded by the plan"
@@ -242,3 +251,274 @@ class Submodule(Unwrappable):
         modules = self.named_modules(remove_duplicate=False)
         elsewhere = {f"{path}.{name}".lstrip(".") for path, m in modules for name in vars(m)[RECORD].elsewhere}
         return super().load_state_dict({n: v for n, v in state_dict.items() if n not in elsewhere}, strict)
+
+
+# ---------------------------------------------------------------------- writes
+
+# What may be written to the modules of a parallel model: what a program sees, and what no code of the author's reads.
+
+
+# Under which a module has its record.
+RECORD = "_fxpar"
+TABLES = ("_parameters", "_buffers", "_modules")
+# Names that every module's class has, and those of the attributes that a constructor makes.
+_OF_ALL = frozenset(dir(nn.Module))
+BOOKKEEPING = frozenset(vars(nn.Module()))
+# What of it may be set: modes, which each call looks at, and hooks, of which none is called.
+FREE = BOOKKEEPING - set(TABLES)
+_PLAIN = (bool, int, float, str, type(None))
+_MISSING = object()
+_COMPILED = "the programs are compiled, and would not see it"
+_BEFORE = "change the model before parallelize; pass what changes from call to call as an argument"
+
+
+class Table(dict[str, Any]):
+    """The parameters, buffers or submodules of a module of a parallel model, which stay what they are.
+
+    Args:
+        entries: by name.
+        path: the module's name.
+        elsewhere: what stands for an entry of None: parameters that other ranks hold.
+        exchanged: whether another object may take an entry's place, as of buffers, which each call looks at.
+    """
+
+    def __init__(
+        self, entries: Mapping[str, Any], path: str, elsewhere: Mapping[str, Any], exchanged: bool = False
+    ) -> None:
+        super().__init__(entries)
+        self._path, self._elsewhere, self._exchanged = path, elsewhere, exchanged
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self or not (self._exchanged or value is self._elsewhere.get(name, self[name])):
+            self._refuse(name)
+        if self._exchanged:
+            super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> NoReturn:
+        self._refuse(name)
+
+    def pop(self, name: str, *default: Any) -> NoReturn:
+        """Refused, as all that changes what a module has."""
+        self._refuse(name)
+
+    def popitem(self) -> NoReturn:
+        """Refused, as `pop`."""
+        self._refuse("*")
+
+    def clear(self) -> NoReturn:
+        """Refused, as `pop`."""
+        self._refuse("*")
+
+    def update(self, *entries: Any, **named: Any) -> None:
+        """Sets entries one by one."""
+        for name, value in dict(*entries, **named).items():
+            self[name] = value
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """Returns an entry; one that is not there is refused."""
+        return self[name] if name in self else self._refuse(name)
+
+    def __ior__(self, other: Any) -> Table:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    def _refuse(self, name: str) -> NoReturn:
+        where = f"{self._path}.{name}".lstrip(".")
+        reason = f"cannot be added, removed or replaced: {_COMPILED}"
+        raise InputError(reason, where=where, remedy=_BEFORE)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of a module of a parallel model.
+
+    Attributes:
+        path: its name; empty for the model itself.
+        author: the author's class.
+        settings: the author's attributes.
+        ours: names of attributes that are fxpar's, and go before the author's.
+        elsewhere: the module's parameters that other ranks of the pipeline hold.
+        device: on which programs run.
+    """
+
+    path: str
+    author: type
+    settings: Mapping[str, Any]
+    ours: frozenset[str]
+    elsewhere: Mapping[str, nn.Parameter]
+    device: torch.device
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuses a write to an attribute that the author's code reads, where no program would see it."""
+        default = inspect.getattr_static(self.author, name, _MISSING)
+        if name in self.settings:
+            allowed = is_same(self.settings[name], value)
+        elif default is _MISSING:
+            allowed = not _asks_for(self.author, name)
+        elif inspect.isdatadescriptor(default):
+            allowed = name != "__class__"  # a setter writes attributes, and these are judged
+        else:
+            allowed = is_same(default, value) or (name in _OF_ALL and name != "forward")
+        if not allowed:
+            self.refuse(name)
+
+    def refuse(self, name: str) -> NoReturn:
+        """Refuses a write."""
+        where = f"{self.path}.{name} = …".lstrip(".")
+        raise InputError(f"cannot be changed: {_COMPILED}", where=where, remedy=_BEFORE)
+
+
+def is_same(before: Any, after: Any) -> bool:
+    """Whether a value is another's equal for the programs that were compiled of that."""
+    return before is after or (isinstance(before, _PLAIN) and type(before) is type(after) and bool(before == after))
+
+
+def _asks_for(author: type, name: str) -> bool:
+    """Whether a class's code asks whether there is an attribute of the name: `getattr(self, "scale", 1.0)`."""
+    methods = [value for cls in author.__mro__ if cls not in nn.Module.__mro__ for value in vars(cls).values()]
+    functions = [getattr(value, "__func__", None) or getattr(value, "fget", None) or value for value in methods]
+    pending = [inspect.unwrap(value).__code__ for value in functions if inspect.isfunction(value)]
+    while pending:
+        code = pending.pop()
+        if name in code.co_consts:
+            return True
+        pending += [item for item in code.co_consts if isinstance(item, CodeType)]
+    return False
+
+
+def names_of(root: type) -> frozenset[str]:
+    """Names of what a class of ours has and modules have not, the author's class behind it aside."""
+    author = original_of(root).__mro__ if original_of(root) is not root else ()
+    return frozenset(n for cls in root.__mro__[:-1] if cls not in author for n in vars(cls) if n not in _OF_ALL)
+
+
+def check_free(root: nn.Module, name: str) -> None:
+    """Refuses an attribute of ours whose name the author's class or modules need.
+
+    Raises:
+        InputError: it is a property of the class, or a name of a parameter, buffer or submodule.
+    """
+    author = original_of(type(root))
+    is_property = author is not type(root) and inspect.isdatadescriptor(inspect.getattr_static(author, name, None))
+    tables = (root.__dict__.get(table, {}) for table in TABLES)
+    if (is_property and name not in _OF_ALL) or any(name in table for table in tables):
+        raise InputError(f"the name is taken by ParallelModule.{name}", where=name, remedy="rename it in the model")
+
+
+# ---------------------------------------------------------------------- settings
+
+# What the author's modules have in attributes that are no plain values: configurations, lists, tensors without a name.
+
+
+_LEAVES = (bool, int, float, complex, str, bytes, type(None), type, Enum, PurePath)
+_TORCH_LEAVES = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_CONSTANT_TYPES = (*_LEAVES, *_TORCH_LEAVES, *_FUNCTIONS)
+_VERSION = attrgetter("_version")
+
+
+class Settings:
+    """The settings of a model's modules as they were when it was made.
+
+    Settings are what consists of plain values alone, and is not empty: a configuration, a list of window sizes. What
+    has something else in it (a tokenizer, a logger), or nothing yet (a history), may change from call to call.
+
+    Args:
+        root: the model; its modules have their records.
+        authors: its own attributes that are the author's.
+    """
+
+    def __init__(self, root: nn.Module, authors: Mapping[str, Any]) -> None:
+        named = {id(t) for t in chain(root.parameters(), root.buffers())}
+        self._boxes: dict[int, tuple[str, Any]] = {}
+        self._tensors: dict[str, Tensor] = {}
+        for path, module in root.named_modules():
+            for name, value in (vars(module)[RECORD].settings if path else authors).items():
+                place = f"{path}.{name}".lstrip(".")
+                if isinstance(value, Tensor) and id(value) not in named and not isinstance(value, nn.Parameter):
+                    self._tensors[place] = value
+                elif not isinstance(value, _CONSTANT_TYPES) and id(value) not in self._boxes:
+                    self._boxes |= _boxes(place, value) or {}
+        self._look()
+
+    def _look(self) -> None:
+        self._views = [_values(box) for _, box in self._boxes.values()]
+        self._sizes = list(map(len, self._views))
+        self._entries = list(chain.from_iterable(self._views))
+        self._versions = list(map(_VERSION, self._tensors.values()))
+
+    def check(self) -> None:
+        """Compares them with what they were.
+
+        Raises:
+            InputError: one is another.
+        """
+        # In one call each: a loop over the entries is a part of a replay.
+        if not (
+            list(map(len, self._views)) == self._sizes
+            and all(map(is_, chain.from_iterable(self._views), self._entries))
+            and list(map(_VERSION, self._tensors.values())) == self._versions
+        ):
+            self._compare()
+
+    def _compare(self) -> None:
+        before = iter(self._entries)
+        for (place, box), size in zip(self._boxes.values(), self._sizes, strict=True):
+            entries = [next(before) for _ in range(size)]
+            now = list(_values(box))
+            names = [*_names(box), *range(len(now), size)]
+            odd = [name for name, *pair in zip(names, entries, now, strict=False) if not is_same(*pair)]
+            odd += names[min(size, len(now)) :]
+            if odd:
+                _refuse_change(f"{place}.{odd[0]}" if _has_attributes(box) else f"{place}[{odd[0]!r}]")
+        for (place, tensor), version in zip(self._tensors.items(), self._versions, strict=True):
+            if tensor._version != version:
+                _refuse_change(place)
+        self._look()
+
+
+def _boxes(place: str, value: Any) -> dict[int, tuple[str, Any]] | None:
+    """What holds values in a value, itself first; None where there is something besides settings, or nothing."""
+    boxes: dict[int, tuple[str, Any]] = {}
+    pending, has_leaf = [(place, value)], False
+    while pending:
+        place, value = pending.pop()
+        if isinstance(value, _CONSTANT_TYPES):
+            has_leaf = True
+        elif id(value) not in boxes:
+            if isinstance(value, (Tensor, nn.Module)) or not (_is_container(value) or _has_attributes(value)):
+                return None
+            boxes[id(value)] = (place, value)
+            sign = ".{}" if _has_attributes(value) else "[{!r}]"
+            pending += [(place + sign.format(n), v) for n, v in zip(_names(value), _values(value), strict=True)]
+    lasting = {key: box for key, box in boxes.items() if not isinstance(box[1], (tuple, frozenset))}
+    return lasting if has_leaf else None
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (dict, list, tuple, set, frozenset, deque))
+
+
+def _has_attributes(value: Any) -> bool:
+    return not _is_container(value) and isinstance(getattr(value, "__dict__", None), dict)
+
+
+def _values(value: Any) -> Any:
+    """A view of the values: as long as they are, and iterated anew each time."""
+    if _has_attributes(value):
+        value = vars(value)
+    return value.values() if isinstance(value, Mapping) else value
+
+
+def _names(value: Any) -> Iterable[Any]:
+    if _has_attributes(value):
+        value = vars(value)
+    return list(value) if isinstance(value, Mapping) else list(range(len(value)))
+
+
+def _refuse_change(place: str) -> None:
+    raise InputError(
+        "was changed after parallelize: the programs are compiled, and do not see it",
+        where=place,
+        remedy="change it before, or put it back; what changes from call to call can be an argument of the model",
+    )

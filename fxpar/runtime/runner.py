@@ -18,17 +18,14 @@ from fxpar.ir.program import Parameter
 from fxpar.ir.step import RNG_PATH, is_buffer, is_copy, is_counted, written
 from fxpar.rewrite.loss_reduction import COUNT
 from fxpar.runtime.buffer_updates import Written
-from fxpar.runtime.deferred_grad_sync import Waiting
 from fxpar.runtime.evaluation import Evaluation
-from fxpar.runtime.grad_buffers import Buffers, Placing
-from fxpar.runtime.master_weights import Copies
+from fxpar.runtime.grad_buffers import Buffers, Placing, TensorAddresses, Waiting
 from fxpar.runtime.microbatches import Microbatch, Ran
-from fxpar.runtime.node import differentiable
+from fxpar.runtime.outputs import differentiable
+from fxpar.runtime.parameters import Copies, Tensors
 from fxpar.runtime.programs import BoundBatch
 from fxpar.runtime.random_state import RandomState
 from fxpar.runtime.rank_consensus import Agreement
-from fxpar.runtime.tensor_addresses import TensorAddresses
-from fxpar.runtime.tensors import Tensors
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,19 @@ from fxpar.passes.differentiate import differentiable
 from fxpar.passes.training_passes import counted_steps
 from fxpar.plan.plan import Plan
 from fxpar.runtime.batch import user_inputs
-from fxpar.runtime.calls import ForwardCalls, GradientSink, Runnable, StepCalls, Values, eager_calls, part_call
+from fxpar.runtime.calls import (
+    ForwardCalls,
+    GradientSink,
+    LoweredStep,
+    Runnable,
+    StepCalls,
+    Values,
+    cut,
+    eager_calls,
+    part_call,
+)
 from fxpar.runtime.graphs.graph_cache import Graphs
 from fxpar.runtime.mailboxes import Mailboxes
-from fxpar.runtime.step_phases import LoweredStep, cut
 
 if TYPE_CHECKING:
     from fxpar.runtime.compiled import Compiler

@@ -19,20 +19,18 @@ from torch.optim import Optimizer
 from fxpar.checkpoint.sharded import Sharded, local_of
 from fxpar.checkpoint.sharded_ops import norms
 from fxpar.errors import InputError, shown
-from fxpar.runtime.budget import Budget, Overflow
 from fxpar.runtime.buffer_updates import Written
-from fxpar.runtime.deferred_grad_sync import Waiting
-from fxpar.runtime.expert_loads import Loads
+from fxpar.runtime.expert_loads import Budget, Loads, Overflow
 from fxpar.runtime.forward_backward import Bound, ForwardBackward
-from fxpar.runtime.grad_buffers import Buffers, call_hooks
+from fxpar.runtime.grad_buffers import Buffers, Waiting, call_hooks
 from fxpar.runtime.graphs.full import Ending, Found, FullIteration
 from fxpar.runtime.graphs.graph_cache import Graphs
 from fxpar.runtime.graphs.optimizer import Rates, takes_tensors
 from fxpar.runtime.microbatches import run_microbatches
+from fxpar.runtime.parameters import Tensors
 from fxpar.runtime.pipeline import Pipeline
 from fxpar.runtime.random_state import RandomState
 from fxpar.runtime.runner import Prepared
-from fxpar.runtime.tensors import Tensors
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from fxpar.mesh.mesh import Mesh
 from fxpar.ops.collectives import Group
 from fxpar.ops.mesh_process_groups import close_abandoned, create_groups, hold, process_group, refuse_group
 from fxpar.plan.plan import Plan
-from fxpar.runtime.alarm import abort_groups
-from fxpar.runtime.meeting import hosts
+from fxpar.runtime.alarm import abort_groups, hosts
 from fxpar.runtime.rank_consensus import Agreement, connected, plan_facts
 
 
@@ -167,3 +166,16 @@ def _initialise(seconds: float) -> None:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------- workers
+
+# The processes that compile a GPU's kernels, started before there is anything to compile.
+
+
+def start_workers(plan: Plan) -> None:
+    """Starts them where a plan has kernels compiled; `TORCH_WARM_POOL=0` is heeded, as by `torch.compile`."""
+    if plan.compile and torch.cuda.is_available():
+        from torch._inductor.async_compile import maybe_warm_pool  # Inductor takes a second to import
+
+        maybe_warm_pool()

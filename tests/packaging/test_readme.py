@@ -16,13 +16,13 @@ import fxpar
 from fxpar.capture import capture
 from fxpar.cli.main import _application, main
 from fxpar.manager import Pass, PassManager
-from fxpar.testing.check import check_operation, sample
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.passes.training_passes import STEP_PASSES
-from fxpar.rules import unregister_rule
 from fxpar.pipeline.compiler.builtin_schedules import build_schedule
 from fxpar.pipeline.compiler.schedules import parse_schedule
 from fxpar.pipeline.compiler.simulation import verified
+from fxpar.rules import unregister_rule
+from fxpar.testing.check import check_operation, sample
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import verify

@@ -27,7 +27,7 @@ from fxpar.passes.outline_layers import outline_layers
 from fxpar.passes.training_passes import step_passes
 from fxpar.plan.cost import Cost
 from fxpar.plan.plan import Plan
-from fxpar.runtime.step_phases import LoweredStep, cut
+from fxpar.runtime.calls import LoweredStep, cut
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import node_text
 from fxpar.verify.static import STATIC, verify_static

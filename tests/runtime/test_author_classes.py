@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 import fxpar
 from fxpar.errors import InputError
-from fxpar.runtime.classes import class_of, original_of
 from fxpar.runtime.meta_model import attach, seal
-from fxpar.runtime.parameters import Elsewhere
+from fxpar.runtime.parameters import Elsewhere, class_of, original_of
 from fxpar.runtime.refusals import Root, Submodule
 
 CPU = torch.device("cpu")

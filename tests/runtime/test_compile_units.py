@@ -16,11 +16,9 @@ from fxpar.compile import compile_model, compile_step, lower_program
 from fxpar.ir.program import Note, ScalarType, TensorType, note, output_node, set_note
 from fxpar.mesh.axes import joined_names
 from fxpar.ops.collectives import Group
-from fxpar.runtime import compile_units as units_module
 from fxpar.runtime import inductor
-from fxpar.runtime.compile_units import StepUnits, units_of
-from fxpar.runtime.recompute_copies import computing_again
-from fxpar.runtime.segments import Segment, dense, is_number
+from fxpar.runtime import units as units_module
+from fxpar.runtime.units import Segment, StepUnits, computing_again, dense, is_number, units_of
 from tests.runtime.graphed import mixtral, words
 from tests.zoo import VOCABULARY, tokens
 

@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import layer_norm
 
 from fxpar.plan.plan import Plan
-from fxpar.runtime.inductor import Inductor
-from fxpar.runtime.inductor_choices import Heuristics
+from fxpar.runtime.inductor import Heuristics, Inductor
 
 ops = torch.ops.fxpar
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxpar.errors import InputError
-from fxpar.runtime.deferred_grad_sync import Waiting
+from fxpar.runtime.grad_buffers import Waiting
 from fxpar.runtime.microbatches import Microbatch, MicrobatchResult, Ran, run_microbatches, weight
 
 REDUCED: list[tuple[str, ...]] = []

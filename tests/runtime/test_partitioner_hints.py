@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import layer_norm
 
 from fxpar.ir.program import output_node
-from fxpar.runtime.partitioner_hints import keep_sums
+from fxpar.runtime.inductor import keep_sums
 
 ROWS, WIDTH = 64, 32
 

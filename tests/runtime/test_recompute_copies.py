@@ -9,8 +9,7 @@ import torch
 from torch import fx
 
 from fxpar.ir.program import Note, TensorType, set_note
-from fxpar.runtime.recompute_copies import computing_again
-from fxpar.runtime.segments import Segment
+from fxpar.runtime.units import Segment, computing_again
 
 aten = torch.ops.aten
 HALF, FULL = torch.bfloat16, torch.float32

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from fxpar.runtime.tensor_addresses import TensorAddresses
-from fxpar.runtime.tensors import Tensors
+from fxpar.runtime.grad_buffers import TensorAddresses
+from fxpar.runtime.parameters import Tensors
 
 
 def square() -> list[nn.Parameter]:

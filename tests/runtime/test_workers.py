@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fxpar.plan.plan import Plan
-from fxpar.runtime.workers import start_workers
+from fxpar.runtime.world import start_workers
 
 
 @pytest.mark.parametrize(

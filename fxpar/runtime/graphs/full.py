@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fxpar.errors import InputError
-from fxpar.runtime.deferred_grad_sync import Waiting
 from fxpar.runtime.expert_loads import Loads
 from fxpar.runtime.forward_backward import Bound
+from fxpar.runtime.grad_buffers import Waiting
 from fxpar.runtime.graphs.graph_cache import Graphs, key_of
 from fxpar.runtime.graphs.optimizer import check_optimizer, state_of
 from fxpar.runtime.graphs.partial import Static

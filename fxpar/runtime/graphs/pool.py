@@ -1,4 +1,4 @@
-"""Where graphs are recorded: on a GPU CUDA graphs, elsewhere a stand-in (`fxpar.runtime.graphs.standin`).
+"""Where graphs are recorded: on a GPU CUDA graphs, elsewhere a stand-in.
 
 Enters: work that computes with tensors of fixed addresses. Leaves: a recording of it, and the tensors that it gives,
 into which each replay writes.
@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fxpar.errors import InputError
+from fxpar.ops.products import Destination, destinations, into
 
 Result = TypeVar("Result")
 
@@ -128,6 +134,264 @@ def new_pool(device: torch.device) -> Pool:
     """An empty one."""
     if device.type == "cuda":
         return CudaPool(device)
-    from fxpar.runtime.graphs.standin import StandInPool
-
     return StandInPool()
+
+
+# ---------------------------------------------------------------------- standin
+
+# What stands in for CUDA graphs where there is no GPU, so that all but the graphs themselves is tried without one.
+
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+_REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe)
+# Makes a tensor of numbers of the host: a copy that is not pinned.
+_FROM_HOST = torch.ops.aten.lift_fresh.default
+_POISON = 0xFF  # NaN in every floating type
+
+
+class Tape:
+    """Calls, and the tensors they were made with.
+
+    Attributes:
+        reads: of storages of others that it reads, by number, its own views.
+        writes: storages that it fills, by number; it keeps them.
+    """
+
+    def __init__(self, pool: StandInPool) -> None:
+        self.pool = pool
+        self._before: list[tuple[Tensor, Tensor]] = []
+        self._calls: list[Callable[[], None]] = []
+        self.reads: dict[int, dict[Any, Tensor]] = {}
+        self.writes: dict[int, Tensor] = {}
+
+    def keep(self, function: Any, args: Sequence[Any], kwargs: Any) -> None:
+        """Remembers what a call is about to change of the tensors of others."""
+        for i, argument in enumerate(function._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            self.keep_values([leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)])
+
+    def keep_values(self, values: Iterable[Tensor]) -> None:
+        """Remembers values that are about to be changed, if they are others'."""
+        known = {_number(storage) for storage, _ in self._before} | self.writes.keys()
+        for tensor in values:
+            if _number(tensor) not in known:
+                known.add(_number(tensor))
+                whole = _bytes(tensor)
+                self._before.append((whole, whole.clone()))
+
+    def put_back(self) -> None:
+        """What others have is as before the recording, which computes nothing on a GPU."""
+        for whole, before in self._before:
+            whole.copy_(before)
+        self._before.clear()
+
+    def add(self, function: Callable[..., Any], args: Any, kwargs: Any, returned: Any) -> None:
+        """A call that was made."""
+        there = {_number(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        results = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor)]
+        fresh = {i: tensor for i, tensor in enumerate(results) if _number(tensor) not in there}
+        args, kwargs = pytree.tree_map_only(Tensor, self._own, (args, kwargs))
+        self.writes.update({_number(tensor): tensor for tensor in fresh.values()})
+
+        def again() -> None:
+            leaves = [leaf for leaf in pytree.tree_leaves(function(*args, **kwargs)) if isinstance(leaf, Tensor)]
+            for i, static in fresh.items():
+                static.copy_(torch.ops._c10d_functional.wait_tensor(leaves[i]))
+
+        self._calls.append(again)
+
+    def _own(self, value: Tensor) -> Tensor:
+        """What a call takes: of the tensors of others a view, so that it is seen whether anyone else keeps them."""
+        if _number(value) in self.writes:
+            return value
+        geometry = tuple(value.shape), value.stride(), value.storage_offset(), value.dtype
+        views = self.reads.setdefault(_number(value), {})
+        if geometry not in views:
+            with _disable_current_modes():
+                views[geometry] = value.detach()
+        return views[geometry]
+
+    def check(self, pooled: Set[int]) -> None:
+        """Refuses to read memory that nobody keeps, where a graph would find something else.
+
+        Args:
+            pooled: numbers of storages that are the pool's.
+        """
+        for number, views in self.reads.items():
+            # One more is the storage's object of Python.
+            if number not in pooled and torch._C._storage_Use_Count(number) <= len(views) + 1:
+                value = next(iter(views.values()))
+                raise AssertionError(f"a graph reads {value.dtype}{list(value.shape)}, which nobody keeps")
+
+    def replay(self) -> None:
+        """Makes the calls again."""
+        self.check(self.pool.own)
+        with torch.no_grad():
+            for call in self._calls:
+                call()
+
+    def reset(self) -> None:
+        """Frees what it holds."""
+        self._calls.clear()
+        self.reads.clear()
+        self.writes.clear()
+
+
+def _number(value: Tensor) -> int:
+    return int(value.untyped_storage()._cdata)
+
+
+class _Recorder(TorchDispatchMode):
+    """Puts calls of operators onto a tape."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # the subclass's own calls come here
+        if func is _FROM_HOST or any(tag in func.tags for tag in _REFUSED):
+            raise InputError(
+                f"a graph cannot hold what the step does: {func} needs the host",
+                where="cuda_graphs",
+                remedy="give the operator that does it torch.Tag.cudagraph_unsafe, leave it out by cuda_graphs.scope, "
+                "or set cuda_graphs to CudaGraphs('none')",
+            )
+        if func._schema.is_mutable:
+            self.tape.keep(func, args, kwargs)
+        returned = func(*args, **kwargs)
+        self.tape.add(func, args, kwargs, returned)
+        return returned
+
+
+_tape: ContextVar[Tape | None] = ContextVar("fxpar's tape", default=None)
+
+
+def opaque(function: Boxed) -> Boxed:
+    """A function whose kernels no mode sees, as a tape takes it: one call."""
+
+    def call(operands: list[Any]) -> Sequence[Any]:
+        tape = _tape.get()
+        if tape is None:
+            return function(operands)
+        inputs, places = list(operands), [place for place in destinations() if place is not None]
+        operands.clear()
+        # What it writes besides its results are operands for the tape.
+        where = [None if place is None else places.index(place) for place in destinations()]
+
+        def again(*args: Any) -> Sequence[Any]:
+            targets = args[len(inputs) :]
+            with into([None if i is None else Destination(targets[i], places[i].adds) for i in where]):
+                return function(list(args[: len(inputs)]))
+
+        written = [place.tensor for place in places]
+        with _disable_current_modes():
+            tape.keep_values(written)
+            outputs = function(list(inputs))
+        tape.add(again, [*inputs, *written], {}, outputs)
+        return outputs
+
+    return call
+
+
+class StandInPool(OneFlight):
+    """Memory of tapes.
+
+    Attributes:
+        tapes: all that were recorded.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tapes: list[Tape] = []
+
+    def record(self, work: Callable[[], Result]) -> tuple[Tape, Result]:
+        """See `Pool`."""
+        tape, start = Tape(self), time.perf_counter()
+        with self._onto(tape):
+            result = work()
+        tape.put_back()
+        self.cost = self.cost[0] + time.perf_counter() - start, 0
+        self.tapes.append(tape)
+        return tape, result
+
+    @contextmanager
+    def _onto(self, tape: Tape) -> Iterator[None]:
+        token = _tape.set(tape)
+        try:
+            with _Recorder(tape):
+                yield
+        finally:
+            _tape.reset(token)
+
+    @property
+    def own(self) -> set[int]:
+        """Numbers of the storages that tapes have written."""
+        return {number for tape in self.tapes for number in tape.writes}
+
+    def scramble(self, static: Iterable[Tensor], later: Iterable[Any], live: Iterable[Tensor]) -> None:
+        """See `Pool`."""
+        live_numbers = {_number(tensor) for tensor in live}
+        live_numbers = live_numbers.union(*(tape.reads for tape in later))
+        written = (value for tape in self.tapes for value in tape.writes.values())
+        for value in (*static, *written):
+            if _number(value) not in live_numbers:
+                poison(value)
+
+
+@dataclass
+class _Late:
+    """A copy that has begun: where it goes, and what it reads."""
+
+    there: Tensor
+    value: Tensor
+
+
+class StandInSide:
+    """Copies that read as late as they may, and arrive as late as they may; see `fxpar.runtime.prefetch.Side`."""
+
+    def __init__(self) -> None:
+        self._begun: list[_Late] = []
+        self._unread: list[_Late] = []
+
+    def begin(self, value: Tensor) -> Tensor:
+        """See `Side`."""
+        there = torch.empty_like(value, memory_format=torch.contiguous_format)
+        poison(there)
+        self._begun.append(_Late(there, value))
+        return there
+
+    def sent(self) -> list[_Late]:
+        """See `Side`."""
+        begun, self._begun = self._begun, []
+        self._unread += begun
+        return begun
+
+    def synchronize(self) -> None:
+        """See `Side`."""
+        for late in self._unread:
+            late.value = late.value.clone()
+        self._unread.clear()
+
+    def hand_over(self, sent: list[_Late]) -> None:
+        """See `Side`."""
+        for late in sent:
+            late.there.copy_(late.value)
+
+    def stepped(self) -> None:
+        """See `Side`."""
+
+
+def poison(value: Tensor) -> None:
+    """Fills a tensor's storage with NaN, or with numbers that are no index."""
+    _bytes(value).fill_(_POISON)
+
+
+def _bytes(value: Tensor) -> Tensor:
+    """All of a tensor's storage."""
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
