@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from torch import fx
 
@@ -13,10 +13,13 @@ from fxpar.errors import PassError
 from fxpar.ir.program import Program, Property, operands, output_types, update
 from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.nesting import spelled
-from fxpar.manager import Pass, register_pass
+from fxpar.manager import register_pass
 from fxpar.sharding.choose import Choice, place
 from fxpar.sharding.layout_explanation import reason_of
 from fxpar.sharding.options import Option, value_of
+
+# Not an argument: a pass that wraps `annotate`, or stands in its place and calls it, is to get them too.
+_LAYOUTS: ContextVar[Mapping[str, Layout]] = ContextVar("layouts of a module that exists already")
 
 
 @register_pass("annotate", requires={Property.CANONICAL}, provides={Property.LAYOUTS})
@@ -44,17 +47,22 @@ def annotate(program: Program) -> Program:
     collectives, forward and backward, matrix products and memory traffic, the optimizer's too. Shards of weights are
     never converted.
     """
-    return _annotate(program, {})
+    return _annotate(program, _LAYOUTS.get({}))
 
 
-def keeping(layouts: Mapping[str, Layout]) -> Pass:
-    """`annotate` for a further program of a module that exists already.
+@contextmanager
+def keeping(layouts: Mapping[str, Layout]) -> Iterator[None]:
+    """Has `annotate` keep the layouts of a module that exists already; for its further programs.
 
     Args:
-        layouts: the layouts in which the module holds its parameters, by name. They are taken, whatever this program
-            does with the parameters; those that have none stay whole.
+        layouts: the layouts in which the module holds its parameters, by name. They are taken, whatever a program does
+            with the parameters; those that have none stay whole. With no layouts at all `annotate` chooses.
     """
-    return replace(annotate, run=partial(_annotate, layouts=layouts))
+    token = _LAYOUTS.set(layouts)
+    try:
+        yield
+    finally:
+        _LAYOUTS.reset(token)
 
 
 def _annotate(program: Program, layouts: Mapping[str, Layout]) -> Program:

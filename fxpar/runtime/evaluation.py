@@ -25,7 +25,6 @@ from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops.collectives import Group
 from fxpar.ops.mesh_process_groups import hold, process_group, refuse_group
-from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.pipeline.compiler.schedules import Schedule
 from fxpar.pipeline.compiler.simulation import Kind, Message
 from fxpar.runtime.programs import BoundBatch

@@ -22,7 +22,6 @@ from fxpar.ir.stages import Stage, holders, received_name
 from fxpar.ir.step import RNG_PATH, buffer_name, is_buffer, written
 from fxpar.ops.collectives import Group
 from fxpar.ops.mesh_process_groups import hold, process_group
-from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.pipeline.compiler.schedules import Action, Phase, Schedule
 from fxpar.pipeline.compiler.simulation import Kind, received, sent
 from fxpar.plan.plan import Plan

@@ -286,7 +286,9 @@ class Programs:
         if not compiled.spare:
             program = compiled.captured.program
             plan = compiled.program.plan.replace(receive_budget=None)  # with what was left to cost decided
-            program = compile_program(program.with_(plan=plan), self._again())
+            with keeping(self.layouts):
+                program = compile_program(program.with_(plan=plan), self._further_passes())
+            self._check_choice(program)
             compiled.spare.append(replace(compiled, program=program, ready=self._ready(program), spare=[]))
         spare = compiled.spare[0]
         return replace(call, compiled=spare, ready=spare.ready)
@@ -351,7 +353,6 @@ class Programs:
         calls.check(self.skeleton, batch, with_loss)
         for skeleton, module in self._twins:
             skeleton.training = module.training
-        passes = self._again() if self.layouts else [*self._passes]
 
         def review(captured: Captured) -> Captured:
             if not with_loss:
@@ -362,22 +363,16 @@ class Programs:
 
         chosen_loss = self._loss if with_loss else loss
         options: dict[str, Any] = {"differentiated": differentiated, "fixed": fixed}
-        compiled = compile_model(
-            self.skeleton, calls.example(batch), self._plan, chosen_loss, passes, review, **options
-        )
+        passes = self._further_passes() if self.layouts else [*self._passes]
+        with keeping(self.layouts):
+            compiled = compile_model(
+                self.skeleton, calls.example(batch), self._plan, chosen_loss, passes, review, **options
+            )
         if not self.layouts and self._plan.microbatches > 1 and self._plan.dp == 1:
             prove_rows(compiled.captured.program, self._passes)
         program = compiled.program
-        layouts = _parameter_layouts(program)
-        odd = [n for n, layout in layouts.items() if layout != self.layouts.get(n, layout)]
-        if self._own and self.layouts:
-            odd += [
-                n
-                for n, stages in holders(program).items()
-                if not {*stages} <= {*self.stages_by_parameter.get(n, stages)}
-            ]
-        if odd:
-            raise InputError("this call would need another split", where=odd[0], remedy="call it as the example")
+        if self.layouts:
+            self._check_choice(program)
         device = self._world.device
         ready = self._ready(program)
         constants = {name: value.to(device) for name, value in program.constants.items()}
@@ -385,11 +380,37 @@ class Programs:
         indices = tuple(torch.tensor(places[axis], device=device) for axis in ready.lowered.indices)
         return Compiled(compiled.captured, program, ready, constants, indices, differentiated)
 
-    def _again(self) -> list[Pass]:
-        """The passes of a further program, whose parameters stay where they are."""
-        again = {annotate.name: keeping(self.layouts)}
-        again |= {partition_stages.name: holding(self.stages_by_parameter)} if self._own else {}
-        return [again.get(item.name, item) if item in (annotate, partition_stages) else item for item in self._passes]
+    def _further_passes(self) -> list[Pass]:
+        """Returns the passes of a further program, whose parameters stay on their stages."""
+        if not self._own:
+            return [*self._passes]
+        held_stages = holding(self.stages_by_parameter)
+        return [held_stages if item is partition_stages else item for item in self._passes]
+
+    def _check_choice(self, program: Program) -> None:
+        """Refuses a further program for which a pass has chosen anew where the module's parameters lie.
+
+        `annotate` keeps the layouts of the module, wrapped or not; what stands in its place may not.
+
+        Raises:
+            InputError: names the parameter and the pass.
+        """
+        for name, layout in _parameter_layouts(program).items():
+            if layout != self.layouts.get(name, layout):
+                chosen, needed = (str(entry) or "no cut" for entry in (layout, self.layouts[name]))
+                self._refuse_choice(annotate, name, f"the layout {chosen}", needed)
+        for name, stages in holders(program).items() if self._own else ():
+            if not {*stages} <= {*self.stages_by_parameter.get(name, stages)}:
+                needed = f"stages {self.stages_by_parameter[name]}"
+                self._refuse_choice(partition_stages, name, f"stages {stages}", needed)
+
+    def _refuse_choice(self, keeper: Pass, name: str, choice: str, needed: str) -> NoReturn:
+        deciding = next(item.name for item in self._passes if keeper.provides & item.provides)
+        raise InputError(
+            f"the pass '{deciding}' gives it {choice} in this call's program, and the module has it in {needed}",
+            where=name,
+            remedy=f"have it call `{keeper.name}`, which keeps what the module has, or call the module as the example",
+        )
 
     def _ready(self, program: Program, uneven_rows: bool = False) -> Steps:
         return Steps(

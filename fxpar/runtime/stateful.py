@@ -41,8 +41,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fxpar.checkpoint.sharded import Sharded, ShardedParameter
+from fxpar.checkpoint.sharded_ops import part_of
 from fxpar.runtime.rank_consensus import Agreement
-from fxpar.state.operand import part_of
 
 
 class Stateful(Root):

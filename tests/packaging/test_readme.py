@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fxpar
-from fxpar.capture import capture
+from fxpar.capture.capture import capture
 from fxpar.cli.main import _application, main
 from fxpar.manager import Pass, PassManager
 from fxpar.passes import DEFAULT_PASSES

@@ -381,7 +381,8 @@ def test_layouts_that_a_module_has_are_kept() -> None:
     program = build(SometimesUsed)[1].program.with_(plan=Plan(tp=2, split={"*up": "column", "spare_up": "column"}))
     cut = Layout.of({"tp": shard(0, 160)})
     known = {"up.weight": cut, "spare_up.weight": cut}
-    found = layouts(compile_program(program, [canonicalize, keeping(known)]))
+    with keeping(known):
+        found = layouts(compile_program(program, [canonicalize, annotate]))
     assert {name for name, layout in found.items() if layout == "tp:S(0)"} == known.keys()
 
 
@@ -392,7 +393,8 @@ def test_what_was_chosen_once_is_found_again(kind: Callable[..., nn.Module], spl
     program = build(kind)[1].program.with_(plan=Plan(tp=2, split=split))
     chosen = run(build(kind)[1], split, until="annotate")
     known = _layouts(chosen)
-    assert _layouts(compile_program(program, [canonicalize, keeping(known)])) == known
+    with keeping(known):
+        assert _layouts(compile_program(program, [canonicalize, annotate])) == known
 
 
 def _layouts(program: Program) -> dict[str, Layout]:
