@@ -12,6 +12,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def materialize(model: nn.Module, seed: int = 0, device: torch.device | str = "c
 def initialised(
     model: nn.Module, seed: int, device: torch.device, names: set[str] | None = None
 ) -> Iterator[dict[str, Tensor]]:
-    """Initial values of a model's meta tensors on a device by first name, one module after the other.
+    """Yields initial values of a model's meta tensors on a device by first name, one module after the other.
 
     Only the module at hand has memory, and the model is as before whenever a dict is yielded. It must stay so until the
     end: initialisers draw numbers for what has memory. A caller that empties the dict never holds two modules. See
@@ -131,16 +132,15 @@ def _check_attributes(model: nn.Module) -> None:
 def _set_aside(aside: Sequence[tuple[_Place, Tensor]]) -> Iterator[None]:
     """Keeps tensors that have values from initialisers, which may read a buffer's."""
     for (store, leaf), value in aside:
-        store[leaf] = _ghost(value) if isinstance(value, nn.Parameter) else value.clone()
+        if isinstance(value, nn.Parameter):
+            store[leaf] = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=value.requires_grad)
+        else:
+            store[leaf] = value.clone()
     try:
         yield
     finally:
         for (store, leaf), value in aside:
             store[leaf] = value
-
-
-def _ghost(value: Tensor) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=value.requires_grad)
 
 
 class _ModuleInitializer:
@@ -163,7 +163,7 @@ class _ModuleInitializer:
         self._places: dict[str, dict[str, Any]] = {leaf: stores[leaf in stores[1]] for leaf in leaves}
 
     def values(self, seed: int) -> dict[str, Tensor]:
-        """The values of its tensors.
+        """Returns the values of its tensors.
 
         Raises:
             InputError: a tensor stays unfilled.
@@ -192,23 +192,23 @@ class _ModuleInitializer:
         return values
 
     def _authors(self) -> list[tuple[str, Callable[[], Any]]]:
-        """`_init_weights` for the module and each one around it, by the nearest that has the method."""
-        initialisers = []
+        """Returns `_init_weights` for the module and each one around it, by the nearest that has the method."""
+        initialisers: list[tuple[str, Callable[[], Any]]] = []
         for index, (name, module) in enumerate(self._chain):
             for _, owner in self._chain[index:]:
                 method = getattr(owner, "_init_weights", None)
                 if callable(method) and _takes(method, module):
-                    initialisers.append((name, _call(method, module)))
+                    initialisers.append((name, partial(method, module)))
                     break
         return initialisers
 
     def _resets(self) -> list[tuple[str, Callable[[], Any]]]:
-        """`reset_parameters` of the module and of those around it; torch's attention has a `_reset_parameters`."""
+        """Returns `reset_parameters` of the module and of those around it, or torch attention's `_reset_parameters`."""
         initialisers = []
         for name, module in self._chain:
             method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             if callable(method) and _takes(method):
-                initialisers.append((name, _call(method)))
+                initialisers.append((name, method))
         return initialisers
 
     def _run(self, name: str, initialise: Callable[[], Any]) -> None:
@@ -241,12 +241,8 @@ def _takes(method: Callable[..., Any], *arguments: Any) -> bool:
     return True
 
 
-def _call(method: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-    return lambda: method(*arguments)
-
-
 def _unwritten(meta: Tensor, device: torch.device) -> Tensor:
-    """Memory for a tensor of the meta device, filled with what no initialiser leaves."""
+    """Returns memory for a tensor of the meta device, filled with what no initialiser leaves."""
     tensor = torch.empty_like(meta, device=device)
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
@@ -268,7 +264,7 @@ def _is_written(value: Any, meta: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _drawing(digest: bytes, device: torch.device) -> Iterator[None]:
-    """Random states from a digest, of the generators of host and device; those before come back at the end."""
+    """Seeds the generators of host and device from a digest; restores their states at the end."""
     states = random.getstate(), np.random.get_state()
     number = int.from_bytes(digest[:8], "little") >> 1
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
@@ -300,12 +296,12 @@ class Loading:
 
     def keep(self, value: Tensor) -> Tensor:
         """Counts what stays."""
-        self.held += _bytes(value)
+        self.held += value.nbytes
         self.at_hand(0)
         return value
 
     def at_hand(self, size: int) -> None:
-        """Counts what is held for a moment besides."""
+        """Counts what takes memory for a moment besides."""
         self.peak = max(self.peak, self.held + size)
 
 
@@ -318,7 +314,7 @@ def parts(
     checkpoint: Checkpoint | None,
     loading: Loading,
 ) -> dict[str, Tensor]:
-    """A rank's parts by first name, in memory of their own on the device.
+    """Returns a rank's parts by first name, in memory of their own on the device.
 
     What the checkpoint has is read from there; other meta tensors get their initial values
     (`fxpar.checkpoint.initial`), one module at a time; the rest are copies.
@@ -348,7 +344,7 @@ def parts(
             del part  # of another type than what was kept, it would be there when the next one is read
     meta = {name for name, entry in entries.items() if entry.tensor.is_meta and name not in tensors}
     for values in initialised(model, seed, device, meta) if meta else ():
-        loading.at_hand(sum(_bytes(value) for value in values.values()))
+        loading.at_hand(sum(value.nbytes for value in values.values()))
         while values:  # emptied, so that it is gone when the next module gets memory
             name = next(iter(values))
             cut(entries[name], values.pop(name))
@@ -359,7 +355,7 @@ def parts(
 
 
 def load(weights: RankTensors, checkpoint: str | Path | Checkpoint) -> None:
-    """Loads a checkpoint into what is held; each rank reads its parts, in its own types. A collective call.
+    """Loads a checkpoint into a rank's tensors; each rank reads its parts, in its own types. A collective call.
 
     Raises:
         CheckpointError: see `open_alike`; nothing is loaded then.
@@ -371,7 +367,7 @@ def load(weights: RankTensors, checkpoint: str | Path | Checkpoint) -> None:
 
 
 def open_alike(checkpoint: str | Path | Checkpoint, model: nn.Module, agree: Agree) -> Checkpoint:
-    """The checkpoint, if every rank has the same one and it is the model's. A collective call.
+    """Opens the checkpoint, if every rank has the same one and it is the model's. A collective call.
 
     Raises:
         CheckpointError: it cannot be read, lacks a name, has an unknown one or a tensor of another shape.
@@ -396,7 +392,7 @@ def _matched(
     saved: Sequence[str],
     shape_of: Callable[[str], tuple[int, ...]],
 ) -> list[tuple[ModelTensor, list[str]]]:
-    """What the checkpoint has of the model's tensors, each with its names there."""
+    """Returns what the checkpoint has of the model's tensors, each with its names there."""
     # Buffers that the model does not save are in older checkpoints; the module's own values stand.
     unsaved = {name for entry in entries for name in entry.names} - set(saved)
     keys = [name for name in checkpoint.shapes if name not in unsaved]
@@ -419,7 +415,7 @@ def _matched(
 
 
 def _prefix_remedy(keys: Sequence[str], saved: Sequence[str], groups: Sequence[Sequence[str]]) -> str:
-    """What to do about other names: the change where they differ by what they begin with alone."""
+    """Says what to do about other names: the change where they differ by a prefix alone."""
     for theirs, ours, change in ((keys, saved, "name.removeprefix({!r})"), (saved, keys, "{!r} + name")):
         for prefix in {name[: -len(ours[0])] for name in theirs if ours and name.endswith(f".{ours[0]}")}:
             changed = [name.removeprefix(prefix) for name in theirs if name.startswith(prefix)]
@@ -432,7 +428,7 @@ def _prefix_remedy(keys: Sequence[str], saved: Sequence[str], groups: Sequence[S
 
 
 def _read(weights: RankTensors, checkpoint: Checkpoint, loading: Loading) -> Iterator[tuple[ModelTensor, Tensor]]:
-    """This rank's part of each tensor of the checkpoint; tied names are compared first."""
+    """Yields this rank's part of each tensor of the checkpoint; tied names are compared first."""
     local_names = {entry.first for entry in weights.tensors}
     matched = _matched(checkpoint, weights.everything, weights.saved, weights.shape_of)
     matched = [(entry, names) for entry, names in matched if entry.first in local_names]
@@ -451,10 +447,6 @@ def _read(weights: RankTensors, checkpoint: Checkpoint, loading: Loading) -> Ite
         for entry, (name, *_) in matched:
             part = part_of(name)
             loading.read = reader.bytes_read
-            loading.at_hand(_bytes(part) + reader.latest)
+            loading.at_hand(part.nbytes + reader.latest)
             yield entry, part
             del part  # else it is there when the next one is read
-
-
-def _bytes(value: Tensor) -> int:
-    return value.numel() * value.element_size()

@@ -6,11 +6,12 @@ all ranks. Anything else is refused by name.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +19,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fxpar.checkpoint.rank_tensors import Line, RankTensors
-from fxpar.checkpoint.safetensors_files import can_hold
+from fxpar.checkpoint.rank_tensors import PipelineRanks, RankTensors
+from fxpar.checkpoint.safetensors_files import Checkpoint, can_hold
 from fxpar.checkpoint.sharded import Sharded, local_of
 from fxpar.errors import CheckpointError, InputError
 from fxpar.ir.program import DTYPE_NAMES, DTYPES
+from fxpar.layout.layout import Layout
 
 # How a step is computed on the machine at hand, and not what.
 _MACHINE = frozenset(("foreach", "fused", "capturable", "differentiable"))
@@ -45,7 +47,7 @@ class OptimizerState:
 
 
 def collect(weights: RankTensors, optimizer: Optimizer) -> OptimizerState:
-    """The state of an optimizer of a module's parameters.
+    """Returns the state of an optimizer of a module's parameters.
 
     Raises:
         InputError: it is no optimizer, or one of other parameters.
@@ -84,12 +86,12 @@ def collect(weights: RankTensors, optimizer: Optimizer) -> OptimizerState:
         for key, by_name in tensors.items()
         if all(v.dim() == 0 and v.device.type == "cpu" for v in by_name.values())
     ]
-    local = OptimizerState(tensors, {"class": _kind(optimizer), "groups": groups, "values": values, "host": host})
-    return local if weights.line is None else _of_all(weights, weights.line, local)
+    local = OptimizerState(tensors, {"class": class_name(optimizer), "groups": groups, "values": values, "host": host})
+    return local if weights.pipeline is None else _of_all(weights, weights.pipeline, local)
 
 
-def _of_all(weights: RankTensors, line: Line, local: OptimizerState) -> OptimizerState:
-    """The state of the optimizers of all ranks of a pipeline as that of one. A collective call.
+def _of_all(weights: RankTensors, pipeline: PipelineRanks, local: OptimizerState) -> OptimizerState:
+    """Joins the states of the optimizers of all ranks of a pipeline. A collective call.
 
     Raises:
         InputError: their classes or options differ, or the numbers of their parameter groups.
@@ -99,7 +101,7 @@ def _of_all(weights: RankTensors, line: Line, local: OptimizerState) -> Optimize
         for key, by_name in local.tensors.items()
     }
     weights.agree({}, "")  # no rank has an objection
-    gathered: list[tuple[Any, Mapping[str, Any]]] = line.gathered((kinds, local.document))
+    gathered: list[tuple[Any, Mapping[str, Any]]] = pipeline.gathered((kinds, local.document))
     order = {name: place for place, name in enumerate(weights.saved)}
     documents = [document for _, document in gathered]
     for what, seen in (
@@ -160,9 +162,9 @@ def check_fits(weights: RankTensors, optimizer: Optimizer, document: Mapping[str
     """
     names = _names(weights, optimizer)
     others = weights.entries().keys() - weights.by_name().keys()
-    if document["class"] != _kind(optimizer):
+    if document["class"] != class_name(optimizer):
         raise CheckpointError(
-            f"holds the state of {document['class']} and not of {_kind(optimizer)}",
+            f"holds the state of {document['class']} and not of {class_name(optimizer)}",
             where=where,
             remedy="resume with the optimizer that was saved",
         )
@@ -186,39 +188,36 @@ _SAME_GROUPS = "make the optimizer with the parameter groups that it was saved w
 
 
 def restore(
-    weights: RankTensors,
-    optimizer: Optimizer,
-    document: Mapping[str, Any],
-    saved: Mapping[str, Any],
-    read: Callable[[str, str, bool], Tensor],
+    weights: RankTensors, optimizer: Optimizer, document: Mapping[str, Any], checkpoints: Mapping[str, Checkpoint]
 ) -> None:
     """Gives an optimizer a saved state, for which `check_fits` holds.
 
     Args:
-        saved: names of parameters by state key, for which there are tensors.
-        read: this rank's part of a key's tensor of a parameter; the last argument says whether it is one number.
+        checkpoints: the tensors of each state key, by the names of parameters.
     """
     names = _names(weights, optimizer)
-    host = set(document["host"])
     for group, saved_group in zip(optimizer.param_groups, document["groups"], strict=True):
         _restore_options(group, {key: decode(value) for key, value in saved_group["options"].items()})
-    for group in optimizer.param_groups:
-        on_device = bool(group.get("capturable") or group.get("fused"))
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            state: dict[str, Any] = {key: decode(v) for key, v in document["values"].get(name, {}).items()}
-            for key in (key for key, parameters in saved.items() if name in parameters):
-                if saved[key][name]:
-                    part = read(key, name, True)
-                    is_host = not on_device if key == "step" else key in host
-                    state[key] = part if is_host else part.to(parameter.device)
-                    continue
-                part = read(key, name, False)
-                state[key] = torch.empty_like(parameter.detach(), dtype=part.dtype, requires_grad=False)
-                local_of(state[key]).copy_(part)
-            optimizer.state.pop(parameter, None)
-            if state:
-                optimizer.state[parameter] = state
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        readers = {key: stack.enter_context(checkpoint.reading()) for key, checkpoint in checkpoints.items()}
+        for group in optimizer.param_groups:
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                state: dict[str, Any] = {key: decode(v) for key, v in document["values"].get(name, {}).items()}
+                for key in (key for key, checkpoint in checkpoints.items() if name in checkpoint.shapes):
+                    is_number = not checkpoints[key].shapes[name] and bool(weights.shape_of(name))
+                    layout = Layout() if is_number else weights.layout_of(name)
+                    part = readers[key].part(name, layout, weights.axes, weights.coordinates)
+                    if is_number:
+                        is_host = not on_device if key == "step" else key in document["host"]
+                        state[key] = part if is_host else part.to(parameter.device)
+                    else:
+                        state[key] = torch.empty_like(parameter.detach(), dtype=part.dtype, requires_grad=False)
+                        local_of(state[key]).copy_(part)
+                optimizer.state.pop(parameter, None)
+                if state:
+                    optimizer.state[parameter] = state
 
 
 def _restore_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
@@ -233,7 +232,7 @@ def _restore_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def _names(weights: RankTensors, optimizer: Any) -> dict[int, str]:
-    """The name under which each of the optimizer's parameters is saved."""
+    """Returns the name under which each of the optimizer's parameters is saved."""
     if not isinstance(optimizer, Optimizer):
         raise InputError(
             f"a {type(optimizer).__name__} is no torch.optim.Optimizer", where="optimizer", remedy="pass the optimizer"
@@ -255,7 +254,8 @@ def _names(weights: RankTensors, optimizer: Any) -> dict[int, str]:
     return names
 
 
-def _kind(value: Any) -> str:
+def class_name(value: Any) -> str:
+    """Returns the full name of a value's class."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
@@ -263,7 +263,7 @@ _TAGS = ("tuple", "float", "items", "counter", "scalar")
 
 
 def encode(value: Any, where: str) -> Any:
-    """A value of JSON from which `decode` makes the same again.
+    """Returns a value of JSON from which `decode` makes the same again.
 
     Args:
         where: what the value is, for errors.
@@ -303,7 +303,7 @@ def _encode_mapping(value: dict[Any, Any], where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Inverse of `encode`."""
+    """Returns what `encode` was called with."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
@@ -314,19 +314,15 @@ def decode(value: Any) -> Any:
     if tag == "float":
         return float(str(content))
     if tag == "items":
-        return {_key(key): decode(item) for key, item in content or ()}
+        return {decode(key): decode(item) for key, item in content or ()}
     if tag == "counter":
-        return Counter({_key(key): decode(item) for key, item in content or ()})
+        return Counter({decode(key): decode(item) for key, item in content or ()})
     if tag == "scalar":
         name, number = content or ("f32", 0.0)
         return torch.tensor(decode(number), dtype=DTYPES[name])
     return {key: decode(item) for key, item in value.items()}
 
 
-def _key(key: Any) -> Any:
-    return decode(key)
-
-
 def document(value: Any) -> bytes:
-    """The bytes of a document that `encode` made."""
+    """Returns the bytes of a document of JSON."""
     return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()

@@ -49,7 +49,7 @@ class ModelTensor:
 
 
 def named_tensors(model: nn.Module) -> list[ModelTensor]:
-    """Every parameter and buffer of a model once: all parameters before all buffers."""
+    """Returns every parameter and buffer of a model once: all parameters before all buffers."""
     entries: dict[int, tuple[Tensor, list[str]]] = {}
     for pairs in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, tensor in pairs:
@@ -62,12 +62,12 @@ Agree = Callable[[Mapping[str, str], str], None]
 
 
 def alone(facts: Mapping[str, str], remedy: str) -> None:
-    """`Agree` of one rank."""
+    """Compares nothing: `Agree` of one rank."""
 
 
 @dataclass(frozen=True)
 class RankMesh:
-    """Where this rank stands among those that hold parts.
+    """The coordinates of this rank among those that hold parts.
 
     Attributes:
         device: of its tensors.
@@ -92,7 +92,7 @@ class RankMesh:
 
 
 @dataclass(frozen=True)
-class Line:
+class PipelineRanks:
     """The ranks of a pipeline, each of which holds some tensors of a model.
 
     Attributes:
@@ -112,13 +112,13 @@ class Line:
     elsewhere: Sequence[ModelTensor]
 
     def gathered(self, value: Any) -> list[Any]:
-        """What each rank has of something that can be pickled, by place. A collective call."""
+        """Gathers an object of each rank, which travels as a pickle, by place. A collective call."""
         values: list[Any] = [None] * len(self.ranks)
         dist.all_gather_object(values, value, process_group(self.group))
         return values
 
     def shared(self, name: str, local: Tensor | None, like: Tensor) -> Tensor:
-        """A tensor on all ranks, of the one whose it is by `first`. A collective call.
+        """Sends a tensor to all ranks from the one that counts by `first`. A collective call.
 
         Args:
             name: the first name.
@@ -138,7 +138,7 @@ class Line:
 
 @dataclass(frozen=True)
 class RankTensors:
-    """What one rank holds of a model's tensors.
+    """The tensors of a model, or parts of them, that one rank holds.
 
     Attributes:
         tensors: the rank's, or the unsplit model's that it takes its parts of.
@@ -150,7 +150,7 @@ class RankTensors:
         rank: of all processes.
         size: number of processes.
         agree: compares the ranks' facts.
-        line: the other ranks of its pipeline, where there is one.
+        pipeline: the other ranks of its pipeline, where there is one.
     """
 
     tensors: Sequence[ModelTensor]
@@ -162,24 +162,24 @@ class RankTensors:
     rank: int = 0
     size: int = 1
     agree: Agree = alone
-    line: Line | None = None
+    pipeline: PipelineRanks | None = None
 
     def by_name(self) -> dict[str, Tensor]:
-        """The tensors under all their names."""
+        """Returns the tensors under all their names."""
         return {name: entry.tensor for entry in self.tensors for name in entry.names}
 
     @property
     def everything(self) -> list[ModelTensor]:
         """All tensors of the model; those that other ranks of the pipeline hold are of the meta device."""
-        return [*self.tensors, *(() if self.line is None else self.line.elsewhere)]
+        return [*self.tensors, *(() if self.pipeline is None else self.pipeline.elsewhere)]
 
     def entries(self) -> dict[str, ModelTensor]:
-        """All tensors of the model under all their names."""
+        """Returns all tensors of the model under all their names."""
         return {name: entry for entry in self.everything for name in entry.names}
 
     def counts(self, entry: ModelTensor) -> bool:
-        """Whether this rank stands for a tensor among those of its pipeline that hold it."""
-        return self.line is None or self.line.first.get(entry.first, 0) == self.line.place
+        """Tells whether this rank stands for a tensor among those of its pipeline that hold it."""
+        return self.pipeline is None or self.pipeline.first.get(entry.first, 0) == self.pipeline.place
 
 
 _FRAME = 512  # bytes: the norms of sixty tensors
@@ -187,7 +187,7 @@ _FRAME = 512  # bytes: the norms of sixty tensors
 
 @dataclass(frozen=True, eq=False)
 class ShardSpec:
-    """What the ranks hold of one tensor.
+    """The parts of one tensor that the ranks hold.
 
     Attributes:
         name: the author's, for messages.
@@ -212,12 +212,12 @@ class ShardSpec:
 
     @cached_property
     def part_shape(self) -> torch.Size:
-        """Of what every rank holds, padding included."""
+        """The shape of what every rank holds, padding included."""
         return torch.Size(part_shape(self.shape, self.layout, self.axes))
 
     @cached_property
     def stride(self) -> tuple[int, ...]:
-        """Of the whole tensor, were it there."""
+        """The stride that the full tensor would have."""
         return torch.empty(self.shape, device="meta").stride()
 
     @cached_property
@@ -231,20 +231,23 @@ class ShardSpec:
         return any(placement.is_padded for _, placement in self.cuts)
 
     def is_like(self, other: ShardSpec) -> bool:
-        """Whether the ranks hold the same elements of both."""
+        """Tells whether the ranks hold the same elements of both."""
         if self is other:
             return True
         here, there = self.ranks, other.ranks  # two modules have groups of their own, of the same ranks
         same_ranks = here is there or (here.mesh, here.coordinates) == (there.mesh, there.coordinates)
         return same_ranks and self.shape == other.shape and self.layout == other.layout
 
+    def block(self, value: Tensor) -> Tensor:
+        """Returns this rank's part of a full tensor."""
+        return local_block(value, self.layout, self.axes, self.ranks.coordinates)
+
     def cut(self, value: Tensor) -> Tensor:
-        """This rank's part of a whole tensor, in memory of its own."""
-        part = local_block(value, self.layout, self.axes, self.ranks.coordinates)
-        return part.clone(memory_format=torch.contiguous_format)
+        """Returns this rank's part of a full tensor, in memory of its own."""
+        return self.block(value).clone(memory_format=torch.contiguous_format)
 
     def gather(self, part: Tensor) -> Tensor:
-        """The whole tensor on every rank. A collective call.
+        """Returns the full tensor on every rank. A collective call.
 
         Raises:
             InputError: another rank asks for another tensor.
@@ -258,7 +261,7 @@ class ShardSpec:
         return part
 
     def counted(self, part: Tensor) -> list[Tensor]:
-        """Views of the part that hold, over all ranks together, each element of the whole once."""
+        """Returns views of the part that hold, over all ranks together, each element of the full tensor once."""
         if len(self.cuts) > 1:
             return [box.within(part) for box in self.boxes if box.stands]
         ((axis, placement),) = self.cuts
@@ -336,14 +339,14 @@ class IrregularShard(Partial):
 
 
 def gathered(part: Tensor, placement: Placement, group: Group) -> Tensor:
-    """What the ranks of one axis hold together. A collective call."""
+    """Gathers what the ranks of one axis hold together. A collective call."""
     blocks = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size)]
     dist.all_gather(blocks, part.contiguous(), group=process_group(group))
     return whole(blocks, placement)
 
 
 def exchanged(payload: Tensor, group: Group, what: str) -> tuple[Tensor, Tensor]:
-    """The bytes of all ranks of a group, one row a rank, and whether all ranks ask for the same.
+    """Gathers bytes of all ranks of a group, one row a rank, and whether all ranks ask for the same.
 
     What is sent first begins with a mark of what it is, and is always of one size: collectives of ranks that send
     different things meet too, and would wait for ever or read what is none of theirs.
@@ -373,7 +376,7 @@ def _gathered(payload: Tensor, group: Group) -> Tensor:
 
 @cache
 def _mark(what: str, device: torch.device) -> Tensor:
-    """Eight bytes that stand for a text."""
+    """Returns eight bytes that stand for a text."""
     with torch.inference_mode(False):
         return torch.frombuffer(bytearray(sha256(what.encode()).digest()[:8]), dtype=torch.uint8).to(device)
 

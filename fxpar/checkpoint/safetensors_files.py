@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fxpar.errors import CheckpointError, shown
+from fxpar.errors import CheckpointError, InputError, shown
 from fxpar.layout.layout import Layout
 from fxpar.layout.shards import Box, boxes, local_block, part_shape
 
@@ -44,6 +46,45 @@ _NAMES: Mapping[torch.dtype, str] = {
 _ALIGNMENT = 8
 
 
+METADATA = {"format": "pt"}  # without it, transformers refuses a file
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def folder_of(folder: str | Path) -> Path:
+    """Returns the path of a folder.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    if not isinstance(folder, (str, Path)) or "\0" in str(folder):
+        raise CheckpointError(f"{shown(folder)} is no path", where="folder", remedy="name a folder")
+    return Path(folder)
+
+
+def bytes_of(size: int | str) -> int:
+    """Returns a size in bytes, also from a text such as "500MB".
+
+    Raises:
+        InputError: it is none.
+    """
+    text = shown(size) if isinstance(size, int) else str(size)
+    match = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([KMGT]?B|)", text, re.IGNORECASE)
+    count = int(float(match[1]) * _UNITS[match[2].upper()]) if match and not isinstance(size, bool) else 0
+    if count < 1:
+        raise InputError(f"{shown(size)} is no size", where="shard_size", remedy='pass bytes, or a text such as "5GB"')
+    return count
+
+
+@contextlib.contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Turns what the file system refuses into an error that names the place."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = f"cannot be written: {getattr(error, 'strerror', None) or error}"
+        raise CheckpointError(reason, where=str(path), remedy="check the folder and the space left") from error
+
+
 @dataclass(frozen=True)
 class Spec:
     """Element type and whole shape of a tensor in a file."""
@@ -51,9 +92,14 @@ class Spec:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> Spec:
+        """Returns the spec of a tensor."""
+        return cls(tensor.dtype, tuple(tensor.shape))
+
     @property
     def bytes(self) -> int:
-        """Of the whole."""
+        """The size of the full tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -61,12 +107,12 @@ class Spec:
 
 
 def can_hold(dtype: torch.dtype) -> bool:
-    """Whether files have a name for a type."""
+    """Tells whether files have a name for a type."""
     return dtype in _NAMES
 
 
 def split_files(stem: str, specs: Mapping[str, Spec], limit: int) -> dict[str, list[str]]:
-    """Names of tensors by file, in order.
+    """Returns names of tensors by file, in order.
 
     Args:
         stem: what the files' names begin with.
@@ -86,72 +132,76 @@ def split_files(stem: str, specs: Mapping[str, Spec], limit: int) -> dict[str, l
 
 
 def index_document(specs: Mapping[str, Spec], files: Mapping[str, Sequence[str]]) -> str:
-    """The index of several files."""
+    """Returns the index of several files."""
     places = {name: file for file, names in files.items() for name in names}
     total = sum(spec.bytes for spec in specs.values())
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
 
 
 class BoxFile:
-    """One file's layout.
+    """A safetensors file that all ranks write at once, each the boxes that it stands for.
 
     Attributes:
+        specs: its tensors by name.
         size: bytes of the file.
     """
 
     def __init__(self, path: Path, specs: Mapping[str, Spec]) -> None:
-        self.path, self._specs = path, dict(specs)
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it, transformers refuses the file
+        self.path, self.specs = path, specs
+        entries: dict[str, Any] = {"__metadata__": METADATA}
         self._starts: dict[str, int] = {}
         end = 0
         # Wide elements first, so that each begins at a multiple of its width.
-        for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
-            entries[name] = {
-                "dtype": _NAMES[spec.dtype],
-                "shape": list(spec.shape),
-                "data_offsets": [end, end + spec.bytes],
-            }
+        for name, spec in sorted(specs.items(), key=lambda pair: -pair[1].dtype.itemsize):
             self._starts[name], end = end, end + spec.bytes
+            offsets = [self._starts[name], end]
+            entries[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         self._header = len(text).to_bytes(8, "little") + text
         self.size = len(self._header) + end
 
     def create(self) -> None:
-        """Makes the file, with its header and no values. OSError where that cannot be."""
+        """Creates the file, with its header and no values. OSError where that cannot be."""
         with self.path.open("xb") as file:
             file.write(self._header)
             file.truncate(self.size)
 
-    def is_whole(self) -> bool:
-        """Whether the file is there, as long as it must be and with this header."""
+    def is_complete(self) -> bool:
+        """Tells whether the file is there, as long as it must be and with this header."""
         try:
             with self.path.open("rb") as file:
                 return file.read(len(self._header)) == self._header and os.fstat(file.fileno()).st_size == self.size
         except FileNotFoundError:
             return False
 
-    def write(self, descriptor: int, name: str, box: Box, part: Tensor) -> int:
-        """Writes a box of a rank's part; returns its check sum."""
-        values = box.within(part) if box.sizes else part
-        elements: Any = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        data = memoryview(elements)
-        done = 0
-        for offset, length in self._runs(name, box):
-            _write_all(descriptor, data[done : done + length], offset)
-            done += length
-        return zlib.crc32(data)
+    def write(self, boxes_of: Mapping[str, Sequence[Box]], parts: Mapping[str, Tensor]) -> list[tuple[str, Box, int]]:
+        """Writes boxes of a rank's parts to the disk; returns each with its checksum. OSError where that cannot be."""
+        rows = []
+        with self.path.open("r+b", buffering=0) as file:
+            for name, box in ((name, box) for name, name_boxes in boxes_of.items() for box in name_boxes):
+                values = box.within(parts[name]) if box.sizes else parts[name]
+                elements: Any = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                content = memoryview(elements)
+                done = 0
+                for offset, length in self._runs(name, box):
+                    _write_all(file.fileno(), content[done : done + length], offset)
+                    done += length
+                rows.append((name, box, zlib.crc32(content)))
+            os.fsync(file.fileno())
+        return rows
 
-    def check(self, descriptor: int, name: str, box: Box) -> int:
-        """The check sum of a box as the file has it now. OSError where the file ends before."""
+    def checksum(self, name: str, box: Box) -> int:
+        """Returns the checksum of a box as the file has it now. OSError where the file ends before."""
         checksum = 0
-        for offset, length in self._runs(name, box):
-            checksum = zlib.crc32(_read_all(descriptor, length, offset), checksum)
+        with self.path.open("rb", buffering=0) as file:
+            for offset, length in self._runs(name, box):
+                checksum = zlib.crc32(_read_all(file.fileno(), length, offset), checksum)
         return checksum
 
     def _runs(self, name: str, box: Box) -> Iterator[tuple[int, int]]:
-        """The places of a box in the file, as offset and length in bytes, in the order of its elements."""
-        spec = self._specs[name]
+        """Yields the places of a box in the file, as offset and length in bytes, in the order of its elements."""
+        spec = self.specs[name]
         width, start = spec.dtype.itemsize, len(self._header) + self._starts[name]
         if math.prod(box.sizes) == 0:
             return
@@ -163,20 +213,9 @@ class BoxFile:
         strides = [math.prod(spec.shape[dim + 1 :]) for dim in range(len(spec.shape))]
         length = math.prod(box.sizes[inner:]) * width
         first = sum(o * s for o, s in zip(box.offsets, strides, strict=True))
-        for outer in _counted(box.sizes[:inner]):
+        for outer in itertools.product(*map(range, box.sizes[:inner])):
             place = first + sum(i * s for i, s in zip(outer, strides[:inner], strict=True))
             yield start + place * width, length
-
-
-def _counted(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All indices below the sizes, the last running fastest."""
-    total = math.prod(sizes)
-    for flat in range(total):
-        indices = []
-        for size in reversed(sizes):
-            flat, index = divmod(flat, size)
-            indices.append(index)
-        yield tuple(reversed(indices))
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
@@ -286,7 +325,7 @@ class Reader:
         self.bytes_read = self.latest = 0
 
     def part(self, name: str, layout: Layout, axes: Mapping[str, int], coordinates: Mapping[str, int]) -> Tensor:
-        """A rank's block of a tensor as `local_block` cuts it, on the CPU, in the file's type; padding is zero.
+        """Reads a rank's block of a tensor, as `local_block` cuts it, to the CPU in the file's type; padding is zero.
 
         What is returned shares no memory with the file.
 
@@ -326,21 +365,21 @@ class Reader:
 
 
 def _kind(dtype: str) -> str:
-    """The kind of a type by its name in safetensors: F32, BF16, F8_E4M3, I64, U8, BOOL, C64."""
+    """Returns the kind of a type by its name in safetensors: F32, BF16, F8_E4M3, I64, U8, BOOL, C64."""
     if dtype.startswith(("F", "BF")):
         return "float"
     return {"B": "bool", "C": "complex"}.get(dtype[0], "int")
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """The kind of an element type, as `Checkpoint.kinds` names it."""
+    """Returns the kind of an element type, as `Checkpoint.kinds` names it."""
     if dtype.is_floating_point:
         return "float"
     return "complex" if dtype.is_complex else "bool" if dtype == torch.bool else "int"
 
 
 def _entries_at(path: Path) -> list[_Entry]:
-    """All tensors of a checkpoint."""
+    """Returns all tensors of a checkpoint."""
     try:
         exists, is_folder = path.exists(), path.is_dir()
     except OSError as error:  # a name that is too long, a folder that may not be read
@@ -368,7 +407,7 @@ def _entries_at(path: Path) -> list[_Entry]:
 
 
 def _indexed(path: Path) -> list[_Entry]:
-    """The tensors of an index, each in the file that it names."""
+    """Returns the tensors of an index, each in the file that it names."""
     try:
         places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = {str(key): str(file) for key, file in places.items()}
@@ -395,7 +434,7 @@ def _indexed(path: Path) -> list[_Entry]:
 
 
 def _headers(path: Path) -> list[_Entry]:
-    """The tensors of one file."""
+    """Returns the tensors of one file."""
     if not path.is_file():
         raise CheckpointError("there is no such file", where=str(path), remedy="download or save it again")
     try:

@@ -65,7 +65,7 @@ class Sharded(DTensor):
 
     @staticmethod
     def __new__(cls, part: Tensor, place: ShardSpec) -> Sharded:
-        """A tensor without memory of its own beside the part."""
+        """Makes a tensor without memory of its own beside the part."""
         tensor: Sharded = Tensor._make_wrapper_subclass(
             cls, place.shape, strides=place.stride, dtype=part.dtype, device=part.device
         )
@@ -73,7 +73,7 @@ class Sharded(DTensor):
         return tensor
 
     def __init__(self, part: Tensor, place: ShardSpec) -> None:
-        """Nothing is left to do; DTensor's own would be slow."""
+        """Does nothing; DTensor's own would be slow."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,17 +89,17 @@ class Sharded(DTensor):
     # ------------------------------------------------------------------ whole and part
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
-        """This rank's part, padding included; shares memory. `copy_` into it takes a whole tensor too."""
+        """Returns this rank's part, padding included; shares memory. `copy_` into it takes a full tensor too."""
         part: LocalShard = self._local_tensor.detach().as_subclass(LocalShard)
         part.place = self.place
         return part
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The whole tensor, on every rank. A collective call."""
+        """Returns the full tensor, on every rank. A collective call."""
         return self.place.gather(self._local_tensor.detach())
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
-        """The whole tensor as a replicated DTensor, or this one where it is placed so. A collective call.
+        """Returns the full tensor as a replicated DTensor, or this one where it is placed so. A collective call.
 
         Raises:
             InputError: other placements.
@@ -168,19 +168,19 @@ class Sharded(DTensor):
         return f"{kind}({list(self.shape)}, {self.place.layout}, part={self._local_tensor.detach()!r})"
 
     def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refused: this rank has not all elements."""
+        """Refuses: this rank has not all elements."""
         raise _needs_whole("numpy()", self.place)
 
     def tolist(self) -> NoReturn:
-        """Refused: this rank has not all elements."""
+        """Refuses: this rank has not all elements."""
         raise _needs_whole("tolist()", self.place)
 
     def data_ptr(self) -> int:
-        """Of what this rank holds: scripts tell tensors apart by it."""
+        """Returns the address of this rank's part: scripts tell tensors apart by it."""
         return self._local_tensor.data_ptr()
 
     def share_memory_(self) -> NoReturn:
-        """Refused: programs run on this rank's memory."""
+        """Refuses: programs run on this rank's memory."""
         raise InputError(
             "cannot be moved to shared memory: programs run on the memory that it has",
             where=f"{self.place.name}.share_memory_()",
@@ -207,12 +207,12 @@ class LocalShard(Tensor):
 
 
 def local_of(value: Tensor) -> Tensor:
-    """What this rank holds, detached: the memory that optimizers change. Of a plain tensor, all of it."""
+    """Returns this rank's part, detached: the memory that optimizers change. A plain tensor is all its part."""
     return value._local_tensor.detach() if isinstance(value, Sharded) else value.detach()
 
 
 def whole_of(value: Tensor) -> Tensor:
-    """The whole tensor on every rank, detached. A collective call where ranks hold parts."""
+    """Returns the full tensor on every rank, detached. A collective call where ranks hold parts."""
     return value.place.gather(local_of(value)) if isinstance(value, Sharded) else value.detach()
 
 
@@ -244,14 +244,14 @@ class ShardedParameter(Sharded):
 
     @staticmethod
     def __new__(cls, part: Tensor, place: ShardSpec, requires_grad: bool = True) -> ShardedParameter:
-        """A parameter with a leaf that shares the part's memory."""
+        """Makes a parameter with a leaf that shares the part's memory."""
         parameter: Any = Sharded.__new__(cls, part, place)
         parameter.leaf = part.detach().requires_grad_(requires_grad)
         parameter._gradient = None
         return parameter  # type: ignore[no-any-return]
 
     def __init__(self, part: Tensor, place: ShardSpec, requires_grad: bool = True) -> None:
-        """Nothing is left to do."""
+        """Does nothing."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -332,19 +332,19 @@ class ShardedParameter(Sharded):
         return self.leaf.register_post_accumulate_grad_hook(lambda leaf: hook(self))
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: a parameter is no loss."""
+        """Refuses: a parameter is no loss."""
         raise InputError("is a parameter and no loss", where=self.place.name, remedy="call backward() on the loss")
 
     # ------------------------------------------------------------------ whole and part
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
-        """As of other tensors; with gradients enabled, a view of the leaf."""
+        """Returns this rank's part; with gradients enabled, a view of the leaf."""
         if torch.is_grad_enabled() and self.leaf.requires_grad:
             return self.leaf.view_as(self.leaf)
         return super().to_local()
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """As of other tensors; what is computed from it has gradients, if all ranks compute the same."""
+        """Returns the full tensor; what is computed from it has gradients, if all ranks compute the same."""
         if torch.is_grad_enabled() and self.leaf.requires_grad:
             return _Whole.apply(self.leaf, self.place)  # type: ignore[no-any-return, no-untyped-call]
         return super().full_tensor()
@@ -414,7 +414,7 @@ def _in_graph(value: Any) -> Any:
 def _grad(
     outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None, *rest: Any, **options: Any
 ) -> Any:
-    """`torch.autograd.grad` by parameters: by their leaves."""
+    """Calls `torch.autograd.grad` by the leaves of parameters."""
     leaves = pytree.tree_map_only(ShardedParameter, leaf_of, inputs)
     gradients = torch.autograd.grad(outputs, leaves, grad_outputs, retain_graph, *rest, **options)
     tree = (inputs,) if isinstance(inputs, Tensor) else inputs if isinstance(inputs, dict) else tuple(inputs)
@@ -428,7 +428,7 @@ def _grad(
 
 
 def leaf_of(parameter: Tensor) -> Tensor:
-    """The tensor that programs run on and that autograd computes gradients of; a plain parameter itself."""
+    """Returns the tensor that programs run on and that has autograd's gradients; a plain parameter itself."""
     return parameter.leaf if isinstance(parameter, ShardedParameter) else parameter
 
 

@@ -116,7 +116,7 @@ def _on_parts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], wrap: W
 
 
 def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[bool, Any]]:
-    """Tensors and lists of them among the arguments, and whether the operator writes to each."""
+    """Returns tensors and lists of them among the arguments, and whether the operator writes to each."""
     names = [argument.name for argument in func._schema.arguments]
     arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
     pairs = [(argument, arguments.get(argument.name)) for argument in func._schema.arguments]
@@ -128,7 +128,7 @@ def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tu
 
 
 def _check_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """What is written to is a part where an operand is, and no parameter in a graph.
+    """Checks that what is written to is a part where an operand is, and no parameter in a graph.
 
     Raises:
         InputError: it is not.
@@ -174,7 +174,7 @@ def _created(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], wrap: Wr
 
 
 def _is_fill(args: Sequence[Any]) -> bool:
-    """Whether `x[mask] = number` is meant, the mask of x's shape."""
+    """Tells whether `x[mask] = number` is meant, the mask of x's shape."""
     target, indices, value, *rest = args
     is_one = len(indices) == 1 and indices[0] is not None and value.dim() == 0 and not any(rest[:1])
     return is_one and is_sharded(target) and indices[0].dtype == torch.bool and indices[0].shape == target.shape
@@ -186,7 +186,7 @@ def _keeps_shape(args: Sequence[Any]) -> bool:
 
 
 def _over_all_elements(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The value of the operator on the whole tensors. A collective call.
+    """Returns the value of the operator on the full tensors. A collective call.
 
     Raises:
         InputError: it is asked for by rows, or its operands are cut in different ways.
@@ -217,12 +217,12 @@ def _over_all_elements(func: Any, name: str, args: Sequence[Any], kwargs: Mappin
         (reduced,) = norms([source], arguments.get("ord", arguments.get("p", 2)), arguments.get("dtype"))
         reduced = reduced.as_subclass(StageNorm) if _is_of_stage(source) else reduced
     else:
-        reduced = _over_all(name, source._local_tensor, source.place, arguments.get("dtype"))
+        reduced = _reduce_elements(name, source._local_tensor, source.place, arguments.get("dtype"))
     return reduced.reshape([1] * source.dim()) if arguments.get("keepdim") else reduced
 
 
 def _gathered_rows(local: Tensor, axis: str, place: ShardSpec, what: str) -> Tensor:
-    """The values of all ranks of an axis, one row a rank.
+    """Gathers the values of all ranks of an axis, one row a rank.
 
     A gather and no reduction: with it NaN stays NaN in an extreme, and the sum's order is that of the ranks. With the
     values travels what they are of: ranks that ask in another order (over a set of names, which each process orders in
@@ -247,12 +247,12 @@ def _gathered_rows(local: Tensor, axis: str, place: ShardSpec, what: str) -> Ten
 
 
 def _is_of_stage(value: Any) -> bool:
-    """Whether other ranks of a pipeline hold what belongs to it."""
+    """Tells whether other ranks of a pipeline hold what belongs to it."""
     return is_sharded(value) and value.place.ranks.mesh.pp > 1
 
 
 def norms(values: Sequence[Tensor], order: Any, dtype: torch.dtype | None) -> list[Tensor]:
-    """The norm of each tensor, of plain ones too; one collective for all that are cut by the same axes."""
+    """Returns the norm of each tensor, of plain ones too, by one collective for all that are cut by the same axes."""
     p = 2.0 if order is None else float(order)
     all_norms: list[Tensor] = [torch.empty(0)] * len(values)
     by_axes: dict[tuple[str, ...], list[int]] = {}
@@ -275,7 +275,7 @@ def norms(values: Sequence[Tensor], order: Any, dtype: torch.dtype | None) -> li
 
 
 def _power(pieces: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
-    """What is summed over pieces and ranks: the norm to its own power; extremes and counts as they are.
+    """Returns what is summed over pieces and ranks: the norm to its power p; extremes and counts as they are.
 
     In float64: the square of a norm that float32 holds may be beyond it.
     """
@@ -301,7 +301,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype | None:
 # ---------------------------------------------------------------------- the others
 
 
-def _over_all(name: str, part: Tensor, place: ShardSpec, dtype: torch.dtype | None) -> Tensor:
+def _reduce_elements(name: str, part: Tensor, place: ShardSpec, dtype: torch.dtype | None) -> Tensor:
     pieces = [piece.reshape(-1) for piece in place.counted(part)]
     flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0] if pieces else part.new_empty(0)
     if name in ("sum", "mean", "count_nonzero"):
@@ -309,20 +309,20 @@ def _over_all(name: str, part: Tensor, place: ShardSpec, dtype: torch.dtype | No
         local = flat.count_nonzero() if name == "count_nonzero" else flat.sum(dtype=_wide(kind) or kind)
         kind = torch.int64 if name == "count_nonzero" else kind
         local = local.double() if local.dtype.is_floating_point else local
-        total = _reduced(name, local, place, lambda rows: rows.sum(0))
+        total = _over_ranks(name, local, place, lambda rows: rows.sum(0))
         return (total / place.shape.numel() if name == "mean" else total).to(kind)
     if name in ("any", "all"):
         local = flat.any() if name == "any" else flat.all()
-        return _reduced(name, local.to(torch.uint8), place, _largest if name == "any" else _smallest).bool()
+        return _over_ranks(name, local.to(torch.uint8), place, _largest if name == "any" else _smallest).bool()
     is_max = name in ("amax", "max")
     extreme = _largest if is_max else _smallest
     if flat.numel():
-        return _reduced(name, extreme(flat), place, extreme)
+        return _over_ranks(name, extreme(flat), place, extreme)
     if part.dtype.is_floating_point:
         none = -math.inf if is_max else math.inf
     else:
         none = torch.iinfo(part.dtype).min if is_max else torch.iinfo(part.dtype).max
-    return _reduced(name, flat.new_full((), none), place, extreme)
+    return _over_ranks(name, flat.new_full((), none), place, extreme)
 
 
 def _largest(rows: Tensor) -> Tensor:
@@ -333,7 +333,7 @@ def _smallest(rows: Tensor) -> Tensor:
     return rows.amin(0)
 
 
-def _reduced(name: str, partial: Tensor, place: ShardSpec, combine: Callable[[Tensor], Tensor]) -> Tensor:
+def _over_ranks(name: str, partial: Tensor, place: ShardSpec, combine: Callable[[Tensor], Tensor]) -> Tensor:
     for axis, _ in place.cuts:
         partial = combine(_gathered_rows(partial, axis, place, f"{name} of {place.name}"))
     return partial
@@ -346,11 +346,11 @@ def _equal(func: Any, arguments: Mapping[str, Any]) -> bool:
     place: Any = _place_of(func, [one, other])
     pairs = zip(place.counted(part_of(one, place)), place.counted(part_of(other, place)), strict=True)
     is_equal = torch.tensor(all(torch.equal(a, b) for a, b in pairs), dtype=torch.uint8, device=one.device)
-    return bool(_reduced("equal", is_equal, place, _smallest))
+    return bool(_over_ranks("equal", is_equal, place, _smallest))
 
 
 def _unscale(func: Any, arguments: Mapping[str, Any]) -> None:
-    """Gradients by a loss scale; what one rank finds infinite is so for all."""
+    """Divides gradients by a loss scale; what is infinite on one rank is so for all."""
     found_inf = arguments["found_inf"]
     parts = [value._local_tensor if is_sharded(value) else value for value in arguments["self"]]
     func(parts, found_inf, arguments["inv_scale"])
@@ -360,7 +360,7 @@ def _unscale(func: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def _refusal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputError:
-    """The error for an operator that parts cannot be put through."""
+    """Returns the error for an operator that parts cannot be put through."""
     where = next(value.place.name for value in pytree.tree_leaves((args, kwargs)) if is_sharded(value))
     if torch.Tag.nondeterministic_seeded in func.tags:
         return InputError(
@@ -376,17 +376,17 @@ def _refusal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Input
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether it is a part with a place."""
+    """Tells whether it is a part with a place."""
     return isinstance(value, DTensor) and hasattr(value, "place")
 
 
 def has_part(value: Any) -> bool:
-    """Whether a rank has the memory of a part of it; so too for what torch's state dicts have distributed."""
+    """Tells whether a rank has a part of it; so too for what torch's state dicts have distributed."""
     return isinstance(value, DTensor)
 
 
 def _place_of(func: Any, values: Sequence[Any]) -> ShardSpec | None:
-    """The place of operands that are cut alike; None where none is cut.
+    """Returns the place of operands that are cut alike; None where none is cut.
 
     Raises:
         InputError: they are cut in different ways.
@@ -403,7 +403,7 @@ def _place_of(func: Any, values: Sequence[Any]) -> ShardSpec | None:
 
 
 def part_of(value: Tensor, place: ShardSpec, func: Any = None) -> Tensor:
-    """This rank's part of an operand: of a part itself, of a whole tensor what is cut out of it, of a number all.
+    """Returns this rank's part of an operand: a part itself, what is cut out of a full tensor, all of a number.
 
     Raises:
         InputError: it is another part, or has another shape.
@@ -441,7 +441,7 @@ def part_of(value: Tensor, place: ShardSpec, func: Any = None) -> Tensor:
 
 
 def stage_norm_refusal() -> InputError:
-    """The error for norms that are joined, as `torch.nn.utils.clip_grad_norm_` joins them."""
+    """Returns the error for norms that are joined, as `torch.nn.utils.clip_grad_norm_` joins them."""
     return InputError(
         "would be of this stage of the pipeline alone, and differ between ranks: torch.nn.utils.clip_grad_norm_ and "
         "its like see no other stages",

@@ -10,196 +10,48 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpar.checkpoint.initial import load
-from fxpar.checkpoint.optimizer_state import check_fits, collect, decode, document, encode, restore
+from fxpar.checkpoint.optimizer_state import check_fits, class_name, collect, decode, document, encode, restore
 from fxpar.checkpoint.rank_tensors import RankTensors
-from fxpar.checkpoint.safetensors_files import BoxFile, Checkpoint, Spec, index_document, split_files
+from fxpar.checkpoint.safetensors_files import (
+    BoxFile,
+    Checkpoint,
+    Spec,
+    bytes_of,
+    folder_of,
+    index_document,
+    split_files,
+    writable,
+)
 from fxpar.checkpoint.sharded import local_of
-from fxpar.checkpoint.state_dicts import bytes_of, folder_of, save_configuration, saved_once
+from fxpar.checkpoint.state_dicts import save_configuration, saved_once
 from fxpar.errors import CheckpointError, InputError, shown
 from fxpar.layout.layout import Layout
 from fxpar.layout.shards import Box, boxes
 from fxpar.plan.plan import Plan
 
-DOCUMENT = "training.json"
+VERSION = 2
+_WEIGHTS = "model"
+_DOCUMENT = "training.json"
 _COMPLETE = re.compile(r"training-(\d{8})")
 _LEFTOVER = re.compile(r"(saving|removing)-\d{8}")
 # Seconds in which what one machine wrote is seen by the others.
 _DELAY = 10.0
-
-_T = TypeVar("_T")
-
-
-@contextmanager
-def writable(path: Path) -> Iterator[None]:
-    """Turns what the file system refuses into an error that names the place."""
-    try:
-        yield
-    except OSError as error:
-        reason = f"cannot be written: {error.strerror or error}"
-        raise CheckpointError(reason, where=str(path), remedy="check the folder and the space left") from error
-
-
-def completed(folder: Path) -> list[Path]:
-    """All saves, the oldest first."""
-    try:
-        saves = [path for path in folder.iterdir() if _COMPLETE.fullmatch(path.name)]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot be read: {error.strerror or error}", where=str(folder), remedy="check the path"
-        ) from error
-    return sorted(saves)
-
-
-def newest(folder: Path) -> Path:
-    """The last save.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if _COMPLETE.fullmatch(folder.name) and (folder / DOCUMENT).is_file():
-        return folder  # a certain one
-    saves = completed(folder)
-    if saves:
-        return saves[-1]
-    is_there = folder.is_dir()
-    raise CheckpointError(
-        "holds no completed save" if is_there else "there is no such folder",
-        where=str(folder),
-        remedy="check the path; weights alone are loaded with load_checkpoint" if is_there else "check the path",
-    )
-
-
-def begin(folder: Path) -> Path:
-    """Removes what killed saves left and makes the folder of the next one. Of rank 0."""
-    with writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.iterdir():
-            if _LEFTOVER.fullmatch(path.name):
-                shutil.rmtree(path)
-        known = completed(folder)
-        number = int(known[-1].name[-8:]) + 1 if known else 1
-        fresh = folder / f"saving-{number:08d}"
-        fresh.mkdir()
-    return fresh
-
-
-def begun(folder: Path) -> Path:
-    """The folder that rank 0 has made, as another rank sees it.
-
-    Raises:
-        CheckpointError: this rank does not see it.
-    """
-
-    def look() -> Path | None:
-        folders = [path for path in folder.glob("saving-*") if _LEFTOVER.fullmatch(path.name)]
-        return folders[0] if len(folders) == 1 else None
-
-    fresh = eventually(look)
-    if fresh is None:
-        raise not_shared(folder)
-    return fresh
-
-
-def eventually(look: Callable[[], _T | None]) -> _T | None:
-    """What another machine wrote, as soon as it is seen here."""
-    deadline = time.monotonic() + _DELAY
-    while True:
-        seen = look()
-        if seen is not None or time.monotonic() > deadline:
-            return seen
-        time.sleep(0.05)
-
-
-def appears(path: Path) -> bool:
-    """Whether a file of another machine is seen here."""
-    return eventually(lambda: path if path.is_file() else None) is not None
-
-
-def not_shared(folder: Path) -> CheckpointError:
-    """The error that ranks see different folders."""
-    return CheckpointError(
-        "is not the same folder on all ranks",
-        where=str(folder),
-        remedy="save to a file system that all machines mount",
-    )
-
-
-def finish(fresh: Path, document: bytes, keep: int) -> Path:
-    """Makes a save count, and removes older ones. Of rank 0, when all ranks have written.
-
-    Args:
-        keep: how many stay.
-    """
-    folder = fresh.parent
-    final = folder / fresh.name.replace("saving", "training")
-    with writable(fresh):
-        write_synced(fresh / DOCUMENT, document)
-        sync_folder(fresh)
-        fresh.rename(final)
-        sync_folder(folder)
-        for path in completed(folder)[:-keep]:
-            gone = path.rename(folder / path.name.replace("training", "removing"))
-            shutil.rmtree(gone)
-    return final
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Writes a file to the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Writes a folder's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def read_document(path: Path) -> Any:
-    """A JSON document of a save.
-
-    Raises:
-        CheckpointError: it cannot be read or is none.
-    """
-    try:
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise damaged(path, f"cannot be read: {error}") from error
-    if not isinstance(document, dict):
-        raise damaged(path, "is no document of a save")
-    return document
-
-
-def damaged(path: Path, reason: str) -> CheckpointError:
-    """The error that a save is not as it was written."""
-    return CheckpointError(reason, where=str(path), remedy="remove this save, to resume from the one before it")
-
-
-VERSION = 1
-_WEIGHTS = "model"
 
 
 @dataclass(frozen=True)
@@ -218,20 +70,11 @@ class TrainingProgress:
     position: Any = None
 
 
-@dataclass(frozen=True)
-class _File:
-    """A file, what its tensors are (`model`, `optimizer.exp_avg`), and which."""
-
-    file: BoxFile
-    kind: str
-    specs: Mapping[str, Spec]
-
-
 # ---------------------------------------------------------------------- saving
 
 
 def save_training(
-    local_weights: RankTensors,
+    weights: RankTensors,
     model: nn.Module,
     plan: Plan,
     folder: str | Path,
@@ -255,11 +98,10 @@ def save_training(
             f"{shown(keep)} is no positive integer", where="keep", remedy="give the number of saves that stay"
         )
     limit, root = bytes_of(shard_size), folder_of(folder)
-    state = collect(local_weights, optimizer)
-    weights = {name: entry.tensor for name, entry in saved_once(local_weights).items()}
-    tensors = {_WEIGHTS: weights, **{f"optimizer.{key}": by_name for key, by_name in state.tensors.items()}}
-    specs = {kind: {name: _spec(value) for name, value in by_name.items()} for kind, by_name in tensors.items()}
-    files = {kind: split_files(kind, kind_specs, limit) for kind, kind_specs in specs.items()}
+    state = collect(weights, optimizer)
+    saved = {name: entry.tensor for name, entry in saved_once(weights).items()}
+    tensors = {_WEIGHTS: saved, **{f"optimizer.{key}": by_name for key, by_name in state.tensors.items()}}
+    specs = {kind: {name: Spec.of(value) for name, value in by_name.items()} for kind, by_name in tensors.items()}
     content = {
         "version": VERSION,
         "step": progress.step,
@@ -269,52 +111,64 @@ def save_training(
         "scaler": _extra(extras.scaler, "scaler"),
         "plan": plan.to_dict(),
         "seed": plan.seed,
-        "ranks": local_weights.size,
-        "files": {
-            file: {"kind": kind, "tensors": {name: _spec_document(specs[kind][name]) for name in names}}
-            for kind, by_file in files.items()
-            for file, names in by_file.items()
-        },
+        "ranks": weights.size,
+        "files": {kind: _files_document(kind, kind_specs, limit) for kind, kind_specs in specs.items()},
     }
     facts = {key: _fact(value) for key, value in content.items()}
-    if local_weights.rank == 0:
-        fresh = begin(root)
+    if weights.rank == 0:
+        fresh = _begin(root)
+        _create_files(fresh, content, specs)
         with writable(fresh):
-            for entry in _files(fresh, content):
-                entry.file.create()
-            for kind, by_file in files.items():
-                if len(by_file) > 1:
-                    text = index_document(specs[kind], by_file)
-                    write_synced(fresh / f"{kind}.safetensors.index.json", text.encode())
-            save_configuration(fresh, model, weights)
-    local_weights.agree(facts, "train alike on every rank, and pass the same position")
-    fresh = fresh if local_weights.rank == 0 else begun(root)
+            save_configuration(fresh, model, saved.values())
+    weights.agree(facts, "train alike on every rank, and pass the same position")
+    fresh = fresh if weights.rank == 0 else _begun(root)
     with writable(fresh):
         checks = {
-            entry.file.path.name: _write(local_weights, entry, tensors[entry.kind]) for entry in _files(fresh, content)
+            file.path.name: _write(weights, file, tensors[kind])
+            for kind, files in _files(fresh, content).items()
+            for file in files
         }
-        write_synced(fresh / _checks(local_weights.rank), _sealed({"files": checks}))
-    local_weights.agree({}, "")  # all have written
-    if local_weights.rank == 0:
+        _write_synced(fresh / _checks(weights.rank), _sealed({"files": checks}))
+    weights.agree({}, "")  # all have written
+    if weights.rank == 0:
         _check_written(fresh, content)
-        fresh = finish(fresh, _sealed(content), keep)
-    local_weights.agree({}, "")  # it counts
-    return root / fresh.name.replace("saving", "training")
+        _finish(fresh, _sealed(content), keep)
+    weights.agree({}, "")  # it counts
+    return _complete(fresh)
 
 
-def _spec(value: Tensor) -> Spec:
-    return Spec(value.dtype, tuple(value.shape))
+def _files_document(kind: str, specs: Mapping[str, Spec], limit: int) -> dict[str, Any]:
+    """Returns a kind's files, with type and shape of each of their tensors."""
+    return {
+        file: {name: [str(specs[name].dtype).removeprefix("torch."), list(specs[name].shape)] for name in names}
+        for file, names in split_files(kind, specs, limit).items()
+    }
 
 
-def _spec_document(spec: Spec) -> list[Any]:
-    return [str(spec.dtype).removeprefix("torch."), list(spec.shape)]
+def _files(folder: Path, content: Mapping[str, Any]) -> dict[str, list[BoxFile]]:
+    """Returns the files of a save by what their tensors are: `model`, `optimizer.exp_avg`."""
+    return {
+        kind: [
+            BoxFile(folder / file, {name: Spec(getattr(torch, dtype), tuple(size)) for name, (dtype, size) in rows})
+            for file, rows in ((file, specs.items()) for file, specs in files.items())
+        ]
+        for kind, files in content["files"].items()
+    }
 
 
-def _files(folder: Path, content: Mapping[str, Any]) -> Iterator[_File]:
-    """The files of a save, as its document lists them."""
-    for file, entry in content["files"].items():
-        specs = {name: Spec(getattr(torch, dtype), tuple(shape)) for name, (dtype, shape) in entry["tensors"].items()}
-        yield _File(BoxFile(folder / file, specs), entry["kind"], specs)
+def _files_by_name(folder: Path, content: Mapping[str, Any]) -> dict[str, BoxFile]:
+    return {file.path.name: file for files in _files(folder, content).values() for file in files}
+
+
+def _create_files(fresh: Path, content: Mapping[str, Any], specs: Mapping[str, Mapping[str, Spec]]) -> None:
+    """Creates the files of a save, without values, and their indices. Rank 0 calls it."""
+    with writable(fresh):
+        for kind, files in _files(fresh, content).items():
+            for file in files:
+                file.create()
+            if len(files) > 1:
+                text = index_document(specs[kind], {file.path.name: [*file.specs] for file in files})
+                _write_synced(fresh / f"{kind}.safetensors.index.json", text.encode())
 
 
 def _checks(rank: int) -> str:
@@ -322,59 +176,42 @@ def _checks(rank: int) -> str:
 
 
 def _extra(value: Any, what: str) -> Any:
-    """A scheduler's or scaler's class and state."""
+    """Returns a scheduler's or scaler's class and state."""
     if value is None:
         return None
     if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
         raise InputError(f"a {type(value).__name__} has no state_dict", where=what, remedy=f"pass the {what} itself")
-    return {"class": _kind(value), "state": encode(value.state_dict(), f"state of the {what}")}
-
-
-def _kind(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    return {"class": class_name(value), "state": encode(value.state_dict(), f"state of the {what}")}
 
 
 def _fact(value: Any) -> str:
-    """Short values as they are, others by digest."""
+    """Returns short values as they are, others as a digest."""
     text = json.dumps(value, sort_keys=True)
     return text if len(text) < 60 else hashlib.sha256(text.encode()).hexdigest()
 
 
-def _write(weights: RankTensors, entry: _File, tensors: Mapping[str, Tensor]) -> list[Any]:
-    """Writes this rank's boxes of a file; returns each with its check sum."""
-    rows: list[Any] = []
-    mine = [(name, box) for name in entry.specs for box in _boxes(weights, name, entry.specs[name]) if box.stands]
-    if not mine:
-        return rows
-    opened = eventually(lambda: _opened(entry.file.path))
-    if opened is None:
-        raise not_shared(entry.file.path.parent)
-    try:
-        for name, box in mine:
-            check = entry.file.write(opened, name, box, local_of(tensors[name]))
-            rows.append([name, list(box.offsets), list(box.sizes), check])
-        os.fsync(opened)
-    finally:
-        os.close(opened)
-    return rows
-
-
-def _opened(path: Path) -> int | None:
-    try:
-        return os.open(path, os.O_RDWR)
-    except FileNotFoundError:
-        return None
-
-
-def _boxes(weights: RankTensors, name: str, spec: Spec) -> list[Box]:
-    """This rank's boxes of a tensor; with `stands`, those that it writes."""
-    if not weights.counts(weights.entries()[name]):
+def _write(weights: RankTensors, file: BoxFile, tensors: Mapping[str, Tensor]) -> list[Any]:
+    """Writes this rank's boxes of a file; returns each with its checksum."""
+    entries = weights.entries()
+    local_boxes = {
+        name: _written_boxes(weights, name, spec) for name, spec in file.specs.items() if weights.counts(entries[name])
+    }
+    if not any(local_boxes.values()):
         return []
+    if not _appears(file.path):
+        raise _not_shared(file.path.parent)
+    parts = {name: local_of(tensors[name]) for name, name_boxes in local_boxes.items() if name_boxes}
+    return [[name, box.offsets, box.sizes, check] for name, box, check in file.write(local_boxes, parts)]
+
+
+def _written_boxes(weights: RankTensors, name: str, spec: Spec) -> list[Box]:
+    """Returns the boxes of a tensor that this rank writes."""
     layout = weights.layout_of(name)
     cut = {axis for axis, placement in layout if placement.is_shard} if spec.shape else set[str]()
     if any(weights.coordinates[axis] for axis in weights.coordinates.keys() - cut):
         return []  # the first rank on the axes that do not cut it writes it
-    return boxes(spec.shape, layout if cut else Layout(), weights.axes, weights.coordinates)
+    local_boxes = boxes(spec.shape, layout if cut else Layout(), weights.axes, weights.coordinates)
+    return [box for box in local_boxes if box.stands]
 
 
 def _check_written(fresh: Path, content: Mapping[str, Any]) -> None:
@@ -383,19 +220,17 @@ def _check_written(fresh: Path, content: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: the ranks see different folders, or the file system lost what one of them wrote.
     """
-    known = {entry.file.path.name: entry.file for entry in _files(fresh, content)}
+    files = _files_by_name(fresh, content)
     for rank in range(content["ranks"]):
         path = fresh / _checks(rank)
-        if not appears(path):
-            raise not_shared(fresh.parent)
+        if not _appears(path):
+            raise _not_shared(fresh.parent)
         for file, rows in _unsealed(path)["files"].items():
-            for name, offsets, sizes, check in sorted(rows, key=lambda row: _product(row[2]))[:1]:
-                with known[file].path.open("rb") as opened:
-                    seen = known[file].check(opened.fileno(), name, _box(offsets, sizes))
-                if seen != check:
+            for name, offsets, sizes, check in sorted(rows, key=lambda row: math.prod(row[2]))[:1]:
+                if files[file].checksum(name, _box(offsets, sizes)) != check:
                     raise CheckpointError(
                         f"does not hold what rank {rank} wrote of {name}",
-                        where=str(known[file].path),
+                        where=str(files[file].path),
                         remedy="save to a file system on which machines can write to one file",
                     )
 
@@ -404,23 +239,25 @@ def _box(offsets: list[int], sizes: list[int]) -> Box:
     return Box(tuple(offsets), (0,) * len(sizes), tuple(sizes), True)
 
 
-def _product(sizes: list[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
-
-
 def _sealed(content: Mapping[str, Any]) -> bytes:
-    """A document with its own check sum."""
+    """Returns a document with its checksum."""
     return document({"check": zlib.crc32(document(content)), "content": content})
 
 
 def _unsealed(path: Path) -> Any:
-    sealed = read_document(path)
-    if not isinstance(sealed.get("content"), dict) or zlib.crc32(document(sealed["content"])) != sealed.get("check"):
-        raise damaged(path, "is not as it was written: its check sum differs")
-    return sealed["content"]
+    """Reads what `_sealed` returned.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not as it was written.
+    """
+    try:
+        sealed = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise _damaged(path, f"cannot be read: {error}") from error
+    content = sealed.get("content") if isinstance(sealed, dict) else None
+    if not isinstance(content, dict) or zlib.crc32(document(content)) != sealed.get("check"):
+        raise _damaged(path, "is not as it was written: its checksum differs")
+    return content
 
 
 # ---------------------------------------------------------------------- resuming
@@ -429,7 +266,7 @@ def _unsealed(path: Path) -> Any:
 def resume_training(
     weights: RankTensors, folder: str | Path, optimizer: Optimizer, extras: Extras, seed: int
 ) -> TrainingProgress:
-    """Takes up the last save of a folder, or a certain one. A collective call.
+    """Resumes from the last save of a folder, or from a certain one. A collective call.
 
     Args:
         seed: of the plan.
@@ -438,8 +275,8 @@ def resume_training(
         CheckpointError: there is none, it is damaged, or it is of another model or optimizer; nothing is loaded then.
         InputError: the ranks have different saves.
     """
-    path = newest(folder_of(folder))
-    content = _unsealed(path / DOCUMENT)
+    path = _newest(folder_of(folder))
+    content = _unsealed(path / _DOCUMENT)
     if content.get("version") != VERSION:
         raise CheckpointError(
             f"has version {content.get('version')!r}, and this is {VERSION}",
@@ -451,7 +288,9 @@ def resume_training(
     _check_files(weights, path, content)
     weights.agree({}, "")  # no rank has an objection
     load(weights, Checkpoint(_entry_point(path, _WEIGHTS)))
-    _restore_optimizer(weights, path, content, optimizer)
+    states = {kind.removeprefix("optimizer."): kind for kind in content["files"] if kind != _WEIGHTS}
+    opened = {key: Checkpoint(_entry_point(path, kind)) for key, kind in states.items()}
+    restore(weights, optimizer, content["optimizer"], opened)
     for name, value in (("scheduler", extras.scheduler), ("scaler", extras.scaler)):
         if value is not None:
             value.load_state_dict(decode(content[name]["state"]))
@@ -480,11 +319,11 @@ def _check_fits(
             there = f"holds a {name}, and none was passed" if saved else f"holds no {name}"
             remedy = f"pass {name}={saved['class']}" if saved else f"leave {name} out"
             raise CheckpointError(there, where=where, remedy=remedy)
-        if saved and saved["class"] != _kind(value):
-            reason = f"holds a {saved['class']}, and a {_kind(value)} was passed"
+        if saved and saved["class"] != class_name(value):
+            reason = f"holds a {saved['class']}, and a {class_name(value)} was passed"
             raise CheckpointError(reason, where=where, remedy=f"pass the same {name}")
-    module_specs = {name: _spec(entry.tensor) for name, entry in saved_once(weights).items()}
-    saved_specs = {n: s for entry in _files(path, content) if entry.kind == _WEIGHTS for n, s in entry.specs.items()}
+    module_specs = {name: Spec.of(entry.tensor) for name, entry in saved_once(weights).items()}
+    saved_specs = {name: spec for file in _files(path, content)[_WEIGHTS] for name, spec in file.specs.items()}
     for name in (*module_specs, *saved_specs):
         if module_specs.get(name) != saved_specs.get(name):
             here, there = (str(specs.get(name, "nothing")) for specs in (module_specs, saved_specs))
@@ -496,39 +335,154 @@ def _check_fits(
 
 
 def _check_files(weights: RankTensors, path: Path, content: Mapping[str, Any]) -> None:
-    """Checks sizes and headers of all files, and check sums of this rank's share of the boxes.
+    """Checks sizes and headers of all files, and checksums of this rank's share of the boxes.
 
     Raises:
         CheckpointError: a file is missing, shorter or changed.
     """
-    known = {entry.file.path.name: entry.file for entry in _files(path, content)}
-    for file in known.values():
-        if not file.is_whole():
-            raise damaged(file.path, "is missing, or has another length or header than when it was saved")
+    files = _files_by_name(path, content)
+    for file in files.values():
+        if not file.is_complete():
+            raise _damaged(file.path, "is missing, or has another length or header than when it was saved")
     rows = [
-        (file, *row)
+        (files[file], *row)
         for rank in range(content["ranks"])
         for file, file_rows in _unsealed(path / _checks(rank))["files"].items()
         for row in file_rows
     ]
     for file, name, offsets, sizes, check in rows[weights.rank :: weights.size]:
-        with known[file].path.open("rb") as opened:
-            if known[file].check(opened.fileno(), name, _box(offsets, sizes)) != check:
-                raise damaged(known[file].path, f"holds other bytes of {name} than when it was saved")
+        if file.checksum(name, _box(offsets, sizes)) != check:
+            raise _damaged(file.path, f"holds other bytes of {name} than when it was saved")
 
 
-def _restore_optimizer(weights: RankTensors, path: Path, content: Mapping[str, Any], optimizer: Optimizer) -> None:
-    parts: dict[str, dict[str, bool]] = {}  # by state key and parameter, whether it is one number
-    for entry in _files(path, content):
-        if entry.kind != _WEIGHTS:
-            are_numbers = parts.setdefault(entry.kind.removeprefix("optimizer."), {})
-            are_numbers.update({n: not spec.shape and bool(weights.shape_of(n)) for n, spec in entry.specs.items()})
-    checkpoints = {key: Checkpoint(_entry_point(path, f"optimizer.{key}")) for key in parts}
+# ---------------------------------------------------------------------- folders
 
-    def read(key: str, name: str, is_number: bool) -> Tensor:
-        layout = Layout() if is_number else weights.layout_of(name)
-        with checkpoints[key].reading() as reader:
-            return reader.part(name, layout, weights.axes, weights.coordinates)
 
-    with torch.no_grad():
-        restore(weights, optimizer, content["optimizer"], parts, read)
+def _completed(folder: Path) -> list[Path]:
+    """Returns all saves, the oldest first."""
+    try:
+        saves = [path for path in folder.iterdir() if _COMPLETE.fullmatch(path.name)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot be read: {error.strerror or error}", where=str(folder), remedy="check the path"
+        ) from error
+    return sorted(saves)
+
+
+def _newest(folder: Path) -> Path:
+    """Returns the last save.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if _COMPLETE.fullmatch(folder.name) and (folder / _DOCUMENT).is_file():
+        return folder  # a certain one
+    saves = _completed(folder)
+    if saves:
+        return saves[-1]
+    is_there = folder.is_dir()
+    raise CheckpointError(
+        "holds no completed save" if is_there else "there is no such folder",
+        where=str(folder),
+        remedy="check the path; weights alone are loaded with load_checkpoint" if is_there else "check the path",
+    )
+
+
+def _begin(folder: Path) -> Path:
+    """Removes what killed saves left and creates the folder of the next one. Rank 0 calls it."""
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            if _LEFTOVER.fullmatch(path.name):
+                shutil.rmtree(path)
+        known = _completed(folder)
+        number = int(known[-1].name[-8:]) + 1 if known else 1
+        fresh = folder / f"saving-{number:08d}"
+        fresh.mkdir()
+    return fresh
+
+
+def _begun(folder: Path) -> Path:
+    """Returns the folder that rank 0 has created, as another rank sees it.
+
+    Raises:
+        CheckpointError: this rank does not see it.
+    """
+
+    def look() -> Path | None:
+        folders = [path for path in folder.glob("saving-*") if _LEFTOVER.fullmatch(path.name)]
+        return folders[0] if len(folders) == 1 else None
+
+    fresh = _eventually(look)
+    if fresh is None:
+        raise _not_shared(folder)
+    return fresh
+
+
+def _eventually(look: Callable[[], Path | None]) -> Path | None:
+    """Returns what another machine wrote, as soon as it is seen here; None if that takes too long."""
+    deadline = time.monotonic() + _DELAY
+    while True:
+        seen = look()
+        if seen is not None or time.monotonic() > deadline:
+            return seen
+        time.sleep(0.05)
+
+
+def _appears(path: Path) -> bool:
+    """Waits for a file of another machine; tells whether it is seen here."""
+    return _eventually(lambda: path if path.is_file() else None) is not None
+
+
+def _not_shared(folder: Path) -> CheckpointError:
+    """Returns the error that ranks see different folders."""
+    return CheckpointError(
+        "is not the same folder on all ranks",
+        where=str(folder),
+        remedy="save to a file system that all machines mount",
+    )
+
+
+def _finish(fresh: Path, content: bytes, keep: int) -> None:
+    """Makes a save count, and removes older ones. Rank 0 calls it when all ranks have written.
+
+    Args:
+        keep: how many stay.
+    """
+    folder = fresh.parent
+    with writable(fresh):
+        _write_synced(fresh / _DOCUMENT, content)
+        _sync_folder(fresh)
+        fresh.rename(_complete(fresh))
+        _sync_folder(folder)
+        for path in _completed(folder)[:-keep]:
+            gone = path.rename(folder / path.name.replace("training", "removing"))
+            shutil.rmtree(gone)
+
+
+def _complete(fresh: Path) -> Path:
+    return fresh.with_name(fresh.name.replace("saving", "training"))
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    """Writes a file to the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    """Writes a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _damaged(path: Path, reason: str) -> CheckpointError:
+    """Returns the error that a save is not as it was written."""
+    return CheckpointError(reason, where=str(path), remedy="remove this save, to resume from the one before it")

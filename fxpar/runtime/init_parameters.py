@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.checkpoint.initial import Loading, parts
-from fxpar.checkpoint.rank_tensors import Line, ModelTensor, RankTensors, ShardSpec, named_tensors
+from fxpar.checkpoint.rank_tensors import ModelTensor, PipelineRanks, RankTensors, ShardSpec, named_tensors
 from fxpar.checkpoint.safetensors_files import Checkpoint
 from fxpar.checkpoint.sharded import Sharded, ShardedParameter
 from fxpar.ir.step import is_mixed, main_dtype
@@ -36,7 +36,7 @@ def held_by(module: ParallelModule, model: nn.Module | None = None) -> RankTenso
     return RankTensors(tensors, module.saved_names, *cut, world.rank, world.size, world.agreement.agree, module.line)
 
 
-def line_of(module: ParallelModule, model: nn.Module, places: Mapping[str, Collection[int]]) -> Line | None:
+def line_of(module: ParallelModule, model: nn.Module, places: Mapping[str, Collection[int]]) -> PipelineRanks | None:
     """The ranks of the module's pipeline; None without one.
 
     Args:
@@ -53,7 +53,7 @@ def line_of(module: ParallelModule, model: nn.Module, places: Mapping[str, Colle
             meta_tensor = torch.empty(entry.tensor.shape, dtype=kind, device="meta")
             elsewhere.append(ModelTensor(entry.names, nn.Parameter(meta_tensor, requires_grad=False)))
     first = {name: min(holders) for name, holders in places.items() if len(holders) < len(world.line)}
-    return Line(world.groups["pp"], world.line, world.place, world.device, first, elsewhere)
+    return PipelineRanks(world.groups["pp"], world.line, world.place, world.device, first, elsewhere)
 
 
 def adopt(
