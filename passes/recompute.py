@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from fxpar.cost.layers import layers
-from fxpar.cost.storages import storages
+from fxpar.cost.measure import storages
 from fxpar.errors import PlanError
 from fxpar.ir.grad_flow import weights_of
 from fxpar.ir.program import Program, Property, note, update

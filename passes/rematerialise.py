@@ -10,8 +10,8 @@ from torch import fx
 from fxpar.cost.communication import Collective, collectives, symbol_sizes
 from fxpar.cost.flops import matmul_flops, unknown_product
 from fxpar.cost.layers import layers
+from fxpar.cost.measure import Storages, storages
 from fxpar.cost.seconds import again_seconds, collective_seconds
-from fxpar.cost.storages import Storages, storages
 from fxpar.errors import PlanError
 from fxpar.ir.grad_flow import weights_of
 from fxpar.ir.operators import computed_fraction

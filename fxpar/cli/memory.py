@@ -57,10 +57,9 @@ def memory(
     document = figures.to_dict()
 
     def show(stdout: Console) -> None:
-        from fxpar.cost.rich_tables import as_group
-        from fxpar.cost.sections import memory_sections, stage_sections, summary
+        from fxpar.cost.figures import as_group, memory_sections
 
-        stdout.print(as_group([summary(figures), *stage_sections(figures), *memory_sections(figures)]))
+        stdout.print(as_group(memory_sections(figures)))
 
     return CommandResult({key: document[key] for key in _MEMORY}, show)
 

@@ -1,4 +1,4 @@
-"""What a split program costs: passes, collectives, memory a rank, and what is not split and why."""
+"""What programs cost: FLOPs, bytes, seconds and memory a rank; and the report of it. Each formula stands here once."""
 
 from fxpar.cost.build_report import make_report
 from fxpar.cost.figures import Report

@@ -9,27 +9,35 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 
-import fxpar.cost.closed_form as closed_form
 from fxpar.cost.buffer_reuse import Reach, why_not_copied
-from fxpar.cost.communication import Collective, collectives, in_input_sizes, layer_of, symbol_sizes
-from fxpar.cost.figures import ModelSize, ModuleMemory, Moment, PassLine, RankMemory, Report, StageLine, Traffic
+from fxpar.cost.closed_form import exponents, fit, points
+from fxpar.cost.communication import Collective, collectives, in_input_sizes, layer_of, symbol_sizes, value_bytes
+from fxpar.cost.figures import (
+    RANK_PARTS,
+    ModelSize,
+    ModuleMemory,
+    PassLine,
+    RankMemory,
+    Report,
+    StageLine,
+    Traffic,
+)
 from fxpar.cost.flops import split_flops
-from fxpar.cost.measure import Kept, Measured, Peak, measure
+from fxpar.cost.measure import Measured, SavedStorage, measure
 from fxpar.cost.parameter_memory import OPTIMIZERS, OptimizerKind, copy_bytes, held_by, held_bytes, local_elements
 from fxpar.cost.reasons import remarks, whole_matrices, without_rule
 from fxpar.cost.stage_cut_points import in_flight, stage_shares
 from fxpar.errors import CheckFailed, InputError, shown
-from fxpar.ir.program import Parameter, Program, note, output_layouts, output_types
+from fxpar.ir.program import Parameter, Program, note, output_types
 from fxpar.ir.regions import inlined
 from fxpar.ir.stages import received_name
 from fxpar.ir.step import RNG_PATH, held_type
 from fxpar.ir.symbols import in_groups_of
-from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate, parse_size, product, simplify
 from fxpar.mesh.axes import coordinates
 from fxpar.ops.lower import Lowered
@@ -37,8 +45,6 @@ from fxpar.plan.plan import Plan
 
 _TOTAL = "all"
 _MOST_BYTES = 2**52  # intermediate results of a step are some times as large, and must stay below 2**63
-# Parts of a rank's memory that stages of a pipeline add up to.
-_SUMMED = ("parameters", "whole", "shared", "padding", "copies", "buffers", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -85,17 +91,10 @@ def make_report(
     if sizes is not None and not isinstance(sizes, Mapping):
         raise InputError(f"{shown(sizes)} is no mapping", where="sizes", remedy='write {"b": 8}')
     all_sizes = input_sizes(program, sizes or {})
-    figures = partial(
-        _figures,
-        name=name,
-        device=device,
-        sizes=all_sizes,
-        optimizer=optimizer,
-        reach=reach,
-    )
+    options: dict[str, Any] = {"name": name, "device": device, "sizes": all_sizes, "optimizer": optimizer}
     share = split_flops(program, sizes=all_sizes)
     noted = (*findings, *remarks(program, share))
-    reports = [figures(*step) for step in steps]
+    reports = [_figures(*step, reach=reach, **options) for step in steps]
     if len(reports) == 1:
         return replace(reports[0], remarks=noted)
     lines = stage_lines(program, reports, all_sizes)
@@ -146,9 +145,9 @@ def _figures(
         ranks,
         _modules(program, step, activations, kind),
         activations.formulas.get(_TOTAL, ""),
-        _moment(step.peak),
-        tuple(_moment(peak) for peak in step.peaks),
-        _moment(step.largest),
+        step.peak,
+        step.peaks,
+        step.largest,
         inputs,
         whole_matrices(program),
         tuple(without_rule(program)) if program.axes else (),
@@ -223,21 +222,19 @@ def _check_counts(listed: Iterable[Collective], step: Measured) -> None:
 def _traffic(listed: Iterable[Collective], program: Program, why_not: Mapping[str, str]) -> tuple[Traffic, ...]:
     groups: dict[tuple[str, str, str], list[Collective]] = {}
     for c in listed:
-        groups.setdefault((c.axis, c.phase, c.op), []).append(c)
+        groups.setdefault((c.op, c.axis, c.phase), []).append(c)
     return tuple(
         Traffic(
-            op,
-            axis,
-            phase,
+            *kind,
             len(mine),
             sum(c.bytes for c in mine),
-            str(simplify(sum(parse_size(c.bytes_formula) for c in mine))),
+            _sum([c.bytes_formula for c in mine]),
             sum(not why_not[c.node] for c in mine),
             sum(note(program.node(c.node)).one_shot for c in mine),
             tuple(sorted({why_not[c.node] for c in mine} - {""})),
             round(sum(c.bytes * c.part for c in mine if c.part < 1 and not why_not[c.node])),
         )
-        for (axis, phase, op), mine in groups.items()
+        for kind, mine in groups.items()
     )
 
 
@@ -252,19 +249,19 @@ def part_of(module: str) -> str:
 def _activations(
     program: Program, step: Measured, sizes: Mapping[str, int], count: Callable[[Mapping[str, int]], Measured]
 ) -> Activations:
-    powers = closed_form.exponents(program)
-    where = closed_form.points(powers, sizes)
+    powers = exponents(program)
+    where = points(powers, sizes)
     measured = [_by_part(step.saved if point == sizes else count(point).saved) for point in where]
-    fitted = closed_form.fit(powers, where, measured)
+    fitted = fit(powers, where, measured)
     formulas = {part: in_input_sizes(program, size) for part, size in fitted.items() if size is not None}
-    tensors = Counter(part_of(tensor.place.module) for tensor in step.saved)
+    tensors = Counter(part_of(tensor.module) for tensor in step.saved)
     return Activations(tensors, _by_part(step.saved), formulas)
 
 
-def _by_part(saved: Iterable[Kept]) -> dict[str, int]:
+def _by_part(saved: Iterable[SavedStorage]) -> dict[str, int]:
     sizes: dict[str, int] = {_TOTAL: 0}
     for entry in saved:
-        part = part_of(entry.place.module)
+        part = part_of(entry.module)
         sizes[part] = sizes.get(part, 0) + entry.bytes
         sizes[_TOTAL] += entry.bytes
     return sizes
@@ -328,14 +325,9 @@ def _modules(
 
 
 def _input_bytes(program: Program, sizes: Mapping[str, int]) -> int:
-    total = 0
-    for entry in program.inputs:
-        if entry.path == RNG_PATH or received_name(entry.path):  # made for each step, or kept like an activation
-            continue
-        layout = output_layouts(program.node(entry.node))[0]
-        size = product(local_shape(entry.type.shape, layout, program.axes))
-        total += evaluate(size, sizes) * entry.type.dtype.itemsize
-    return total
+    # The random state is made for each step, and what a stage receives is kept like an activation.
+    batch = [entry for entry in program.inputs if entry.path != RNG_PATH and not received_name(entry.path)]
+    return sum(value_bytes(program, program.node(entry.node), sizes) for entry in batch)
 
 
 def _model_size(program: Program, share: float) -> ModelSize:
@@ -344,10 +336,6 @@ def _model_size(program: Program, share: float) -> ModelSize:
     widths = [held_type(program.plan, p.type).dtype.itemsize for p in weights]
     in_all = sum(count * width for count, width in zip(elements, widths, strict=True))
     return ModelSize(sum(elements), in_all, sum(local_elements(program, p) for p in weights), share)
-
-
-def _moment(peak: Peak) -> Moment:
-    return Moment(peak.bytes, peak.place.phase, peak.place.module, peak.operator)
 
 
 # ---------------------------------------------------------------------- pipelines
@@ -422,7 +410,8 @@ def _rank(
 ) -> RankMemory:
     """What a rank of the pipeline holds: all its stages, of each the microbatches in flight."""
     parts = [reports[stage].ranks[place] for stage in stages]
-    sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
+    summed = [name for name in RANK_PARTS if name not in ("activations", "peak")]
+    sums = {name: sum(getattr(part, name) for part in parts) for name in summed}
     activations = sum(lines[stage].in_flight * lines[stage].activations for stage in stages)
     step = reports[top].peak.bytes  # with what one microbatch keeps, and the gradients of that stage
     step -= reports[top].ranks[place].activations + reports[top].ranks[place].gradients
@@ -435,20 +424,8 @@ def _joined_traffic(reports: Sequence[Report]) -> tuple[Traffic, ...]:
     groups: dict[tuple[str, str, str], list[Traffic]] = {}
     for report in reports:
         for one in report.collectives:
-            groups.setdefault((one.axis, one.phase, one.op), []).append(one)
-    return tuple(
-        replace(
-            mine[0],
-            count=sum(one.count for one in mine),
-            bytes=sum(one.bytes for one in mine),
-            copied=sum(one.copied for one in mine),
-            one_shot=sum(one.one_shot for one in mine),
-            reasons=tuple(sorted({reason for one in mine for reason in one.reasons})),
-            needed=sum(one.needed for one in mine),
-            formula=_sum([one.formula for one in mine]),
-        )
-        for mine in groups.values()
-    )
+            groups.setdefault((one.op, one.axis, one.phase), []).append(one)
+    return tuple(Traffic.summed(*kind, _sum([one.formula for one in mine]), mine) for kind, mine in groups.items())
 
 
 def _sum(formulas: Sequence[str]) -> str:

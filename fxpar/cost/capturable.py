@@ -18,11 +18,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.cost.communication import symbol_sizes
-from fxpar.ir.program import Program, ScalarType, TensorType, note, output_layouts, output_types
+from fxpar.cost.communication import symbol_sizes, value_bytes
+from fxpar.ir.program import Program, ScalarType, TensorType, note, output_types
 from fxpar.ir.step import PHASES
-from fxpar.layout.nesting import local_shape
-from fxpar.layout.symbolic_sizes import evaluate, product
 from fxpar.ops.attention import attention_forward
 from fxpar.ops.operator import Operator, alike
 from fxpar.signatures.op_call import bind_arguments
@@ -141,8 +139,8 @@ def capture_regions(
             CaptureRegion(
                 phase,
                 tuple(node.name for node in nodes),
-                {node.name: _bytes(node, program, values) for node in reads if output_types(node)},
-                {node.name: _bytes(node, program, values) for node in leaving if output_types(node)},
+                {node.name: value_bytes(program, node, values) for node in reads if output_types(node)},
+                {node.name: value_bytes(program, node, values) for node in leaving if output_types(node)},
             )
         )
     return regions, boundaries
@@ -161,16 +159,6 @@ def _runs(program: Program) -> Iterator[tuple[str, str, list[fx.Node]]]:
         ]
         for reason, run in itertools.groupby(nodes, key=lambda node: note(node).uncaptured):
             yield name, reason, list(run)
-
-
-def _bytes(node: fx.Node, program: Program, values: Mapping[str, int]) -> int:
-    """What a rank holds of a value."""
-    total = 0
-    layouts = output_layouts(node)
-    for i, kind in enumerate(output_types(node)):
-        shape = local_shape(kind.shape, layouts[i], program.axes) if layouts else kind.shape
-        total += evaluate(product(shape), values) * kind.dtype.itemsize
-    return total
 
 
 # ---------------------------------------------------------------------- parts of a layer

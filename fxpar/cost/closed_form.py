@@ -25,7 +25,7 @@ _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def exponents(program: Program) -> list[Exponents]:
-    """The powers of the program's symbols, in their order, that sizes of its values are made of, sorted."""
+    """Returns the powers of the program's symbols, in their order, that sizes of its values are made of, sorted."""
     order = [symbol(s.name) for s in program.symbols]
     shapes = {kind.shape for node in program.graph.nodes if node.op != "output" for kind in output_types(node)}
     for node in program.graph.nodes:
@@ -41,7 +41,7 @@ def exponents(program: Program) -> list[Exponents]:
 
 
 def points(powers: Sequence[Exponents], sizes: Mapping[str, int]) -> list[dict[str, int]]:
-    """Where to count: one point for each power, the first at `sizes`, and behind them one to check.
+    """Returns where to count: one point for each power, the first at `sizes`, and behind them one to check.
 
     Towards smaller sizes where there is room, since models bound their sizes from above. Never below 2: what has one
     row alone is laid out otherwise.
@@ -63,7 +63,7 @@ def _moved(base: Mapping[str, int], steps: Mapping[str, int], by: Sequence[int])
 def fit(
     powers: Sequence[Exponents], where: Sequence[Mapping[str, int]], counts: Sequence[Mapping[str, int]]
 ) -> dict[str, Size | None]:
-    """Polynomials by name; None where the last point does not lie on the one through the others.
+    """Returns polynomials by name; None where the last point does not lie on the one through the others.
 
     Args:
         powers: of the symbols, as `exponents` gives them.

@@ -15,10 +15,11 @@ from torch import fx
 
 from fxpar.ir.grad_flow import carried, reached, weights_of
 from fxpar.ir.operators import apart_view, axes_of, inner_view
-from fxpar.ir.program import Program, Property, TensorType, note, operands, output_layouts
+from fxpar.ir.program import Program, Property, TensorType, note, operands, output_layouts, output_types
 from fxpar.ir.step import RECOMPUTE, held_type
 from fxpar.ir.symbols import balanced, with_counted
 from fxpar.layout.layout import Placement
+from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import Size, evaluate, simplify, symbol
 from fxpar.ops.operator import CollectiveSite, Operator
 from fxpar.rules import call_of
@@ -50,12 +51,12 @@ class Collective:
     part: float = 1.0
 
     def to_json(self) -> dict[str, Any]:
-        """A plain mapping."""
+        """Returns a plain mapping."""
         return asdict(self)
 
 
 def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> list[Collective]:
-    """All collectives in program order; of a forward with those of the backward, each behind its coercion's.
+    """Returns all collectives in program order; of a forward with those of the backward, each behind its coercion's.
 
     Those of a step are what its nodes send. Those of a forward that is yet to be differentiated follow from the
     coercions' conjugates.
@@ -87,7 +88,7 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
 
 
 def _crossing(program: Program, node: fx.Node, differentiated: Set[fx.Node], of_parameters: bool) -> CollectiveSite:
-    """The node as its axes see it, over what the other axes leave."""
+    """Returns the node as its axes see it, over what the other axes leave."""
     names = axes_of(node)
     assert isinstance(node.target, Operator)
     view = apart_view if node.target.apart else inner_view
@@ -109,7 +110,7 @@ def _crossing(program: Program, node: fx.Node, differentiated: Set[fx.Node], of_
 
 
 def in_input_sizes(program: Program, size: Size) -> str:
-    """A size in closed form, in the sizes of the inputs and not of a rank's share of them."""
+    """Returns a size in closed form, in the sizes of the inputs and not of a rank's share of them."""
     if isinstance(size, int):
         return str(size)
     size = balanced(program.counted, size)
@@ -120,7 +121,7 @@ def in_input_sizes(program: Program, size: Size) -> str:
 
 
 def symbol_sizes(program: Program, sizes: Mapping[str, int] | None) -> dict[str, int]:
-    """Values of the symbols: a size that ranks share out is divided, rounded up where they do not divide it.
+    """Returns the values of the symbols; a size that ranks share out is divided, and rounded up.
 
     Rows that are counted are those of a balanced load.
 
@@ -134,14 +135,27 @@ def symbol_sizes(program: Program, sizes: Mapping[str, int] | None) -> dict[str,
     return with_counted(program.counted, local_sizes)
 
 
+def value_bytes(program: Program, node: fx.Node, values: Mapping[str, int]) -> int:
+    """Returns the bytes that a rank holds of a node's values.
+
+    Args:
+        values: of the symbols, as of `symbol_sizes`.
+    """
+    total, layouts = 0, output_layouts(node)
+    for i, kind in enumerate(output_types(node)):
+        shape = local_shape(kind.shape, layouts[i], program.axes) if layouts else kind.shape
+        total += prod(evaluate(size, values) for size in shape) * kind.dtype.itemsize
+    return total
+
+
 def _takes(node: fx.Node, index: int, differentiated: Set[fx.Node]) -> bool:
-    """Whether the loss sends a gradient to an output of a node."""
+    """Returns whether the loss sends a gradient to an output of a node."""
     if not isinstance(note(node).type, tuple):
         return node in differentiated
     return any(user in differentiated and user.args[1] == index for user in node.users)
 
 
 def layer_of(fqn: str) -> str:
-    """The layer a module belongs to: its name up to the first number, `model.layers.0`; empty outside of layers."""
+    """Returns the layer of a module: its name up to the first number, `model.layers.0`; empty outside of layers."""
     match = _LAYER.match(fqn)
     return match[0] if match else ""

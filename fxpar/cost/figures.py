@@ -1,31 +1,105 @@
-"""The figures of a report.
+"""The figures of a report, with their titles and how they print.
 
-Enters: numbers. Leaves: frozen records that print as tables and turn into plain mappings. Bytes are those of one rank
-unless said otherwise; formulas are in the sizes of the inputs (`b`, `s`).
+Enters: numbers. Leaves: frozen records, which turn into plain mappings, and tables of them: titled sections for every
+medium, in which runs of equal rows (layers, ranks) are one row. Bytes are those of one rank unless said otherwise;
+formulas are in the sizes of the inputs (`b`, `s`).
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Annotated, Any, get_type_hints
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
 
-from fxpar.cost.load_balance import ExpertLoad
 from fxpar.cost.stage_cut_points import Received
+from fxpar.text.printing import amount, table
+
+_WIDTH = 120
+_NUMBER = re.compile(r"\d+")
+_FEW = 4
+
+
+# ---------------------------------------------------------------------- tables
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table: rows of texts under columns, those in `right` numbers, and sentences below."""
+
+    title: str
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    right: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FigureColumn:
+    """A column of a table. The type of a record's field has one, whose text is that of the field's value.
+
+    Attributes:
+        show: turns a record into text.
+        right: whether that is a number.
+    """
+
+    title: str
+    show: Callable[[Any], str] = str
+    right: bool = True
+
+
+def columns(kind: type, names: str) -> list[FigureColumn]:
+    """Returns the columns of some fields of a record, by their names."""
+
+    def column(name: str) -> FigureColumn:
+        of_value: FigureColumn = hints[name].__metadata__[0]
+        return replace(of_value, show=lambda record: of_value.show(getattr(record, name)))
+
+    hints = get_type_hints(kind, include_extras=True)
+    return [column(name) for name in names.split()]
+
+
+def listing(title: str, shown: Sequence[FigureColumn], records: Iterable[Any], notes: Sequence[str] = ()) -> Section:
+    """Returns a table with a row for each record."""
+    rows = tuple(tuple(column.show(record) for column in shown) for record in records)
+    right = tuple(column.title for column in shown if column.right)
+    return Section(title, tuple(column.title for column in shown), rows, right, tuple(notes))
+
+
+def as_group(sections: Sequence[Section]) -> Group:
+    """Returns tables under their titles, an empty line between. No text of a model is read as markup."""
+    renderables: list[RenderableType] = []
+    for section in sections:
+        if renderables:
+            renderables.append(Text(""))
+        renderables.append(Text(section.title, style="bold"))
+        if section.rows:
+            rows = table(*section.columns, right=section.right)
+            for row in section.rows:
+                if row[0] == "all":
+                    rows.add_section()
+                rows.add_row(*[Text(cell) for cell in row])
+            renderables.append(rows)
+        renderables += [Text(note, style="dim") for note in section.notes]
+    return Group(*renderables)
+
+
+# ---------------------------------------------------------------------- records
 
 
 @dataclass(frozen=True)
 class PassLine:
     """A pass that ran: wall time, and how many nodes it added, erased and changed."""
 
-    name: str
-    seconds: float
-    added: int
-    erased: int
-    changed: int
+    name: Annotated[str, FigureColumn("pass", right=False)]
+    seconds: Annotated[float, FigureColumn("time", lambda seconds: f"{1000 * seconds:.0f} ms")]
+    added: Annotated[int, FigureColumn("added")]
+    erased: Annotated[int, FigureColumn("erased")]
+    changed: Annotated[int, FigureColumn("changed")]
 
 
 @dataclass(frozen=True)
@@ -47,16 +121,30 @@ class Traffic:
             alone; 0 where nothing is picked.
     """
 
-    op: str
-    axis: str
-    phase: str
-    count: int
-    bytes: int
-    formula: str
-    copied: int = 0
-    one_shot: int = 0
-    reasons: tuple[str, ...] = ()
-    needed: int = 0
+    op: Annotated[str, FigureColumn("op", right=False)]
+    axis: Annotated[str, FigureColumn("axis", right=False)]
+    phase: Annotated[str, FigureColumn("phase", right=False)]
+    count: Annotated[int, FigureColumn("count")]
+    bytes: Annotated[int, FigureColumn("bytes", "{:,}".format)]
+    formula: Annotated[str, FigureColumn("closed form", right=False)]
+    copied: Annotated[int, FigureColumn("copies")]
+    one_shot: Annotated[int, FigureColumn("one-shot")]
+    reasons: tuple[str, ...]
+    needed: int
+
+    @property
+    def kind(self) -> str:
+        """What it is called in sentences."""
+        return f"{self.axis} {self.phase} {self.op}"
+
+    @classmethod
+    def summed(cls, op: str, axis: str, phase: str, formula: str, parts: Sequence[Traffic]) -> Traffic:
+        """Returns the sum of several."""
+        count, size, copied, one_shot, needed = (
+            sum(getattr(part, name) for part in parts) for name in ("count", "bytes", "copied", "one_shot", "needed")
+        )
+        reasons = tuple(sorted({reason for part in parts for reason in part.reasons}))
+        return cls(op, axis, phase, count, size, formula, copied, one_shot, reasons, needed)
 
 
 @dataclass(frozen=True)
@@ -78,34 +166,33 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank in a training step.
+    """Bytes of one rank in a training step. A part whose title is indented is one of `parameters`.
 
     Attributes:
-        rank: its number.
-        parameters: all that it holds.
-        whole: of these, what every rank holds.
-        shared: of these, blocks that a neighbour holds too (key and value heads that are fewer than the ranks).
-        padding: of these, elements that are none of the model's.
+        shared: key and value heads that are fewer than the ranks.
+        padding: elements that are none of the model's.
         copies: of parameters in the program's type, where those are main values in float32 (mixed precision).
         buffers: buffers and constants.
         gradients: after the backward.
-        optimizer: its state.
         activations: what autograd keeps between forward and backward.
         peak: the most that is alive at one time in forward and backward, all of the above included as far as it exists
             then.
     """
 
     rank: int
-    parameters: int
-    whole: int
-    shared: int
-    padding: int
-    copies: int
-    buffers: int
-    gradients: int
-    optimizer: int
-    activations: int
-    peak: int
+    parameters: Annotated[int, FigureColumn("parameters", amount)]
+    whole: Annotated[int, FigureColumn("  whole on every rank", amount)]
+    shared: Annotated[int, FigureColumn("  blocks that neighbours hold too", amount)]
+    padding: Annotated[int, FigureColumn("  padding", amount)]
+    copies: Annotated[int, FigureColumn("copies in half precision", amount)]
+    buffers: Annotated[int, FigureColumn("buffers", amount)]
+    gradients: Annotated[int, FigureColumn("gradients", amount)]
+    optimizer: Annotated[int, FigureColumn("optimizer", amount)]
+    activations: Annotated[int, FigureColumn("activations", amount)]
+    peak: Annotated[int, FigureColumn("peak", amount)]
+
+
+RANK_PARTS = tuple(entry.name for entry in fields(RankMemory))[1:]
 
 
 @dataclass(frozen=True)
@@ -114,31 +201,33 @@ class ModuleMemory:
 
     Attributes:
         module: its name, empty for the model itself (its loss).
-        parameters: those that it holds.
-        gradients: of these.
-        optimizer: state for these.
+        optimizer: state for the gradients.
         activations: what autograd keeps that the module was the first to ask for.
         tensors: how many storages that are.
         formula: `activations` in closed form; empty where there is none.
     """
 
-    module: str
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    tensors: int
-    formula: str
+    module: Annotated[str, FigureColumn("module", right=False)]
+    parameters: Annotated[int, FigureColumn("parameters", amount)]
+    gradients: Annotated[int, FigureColumn("gradients", amount)]
+    optimizer: Annotated[int, FigureColumn("optimizer", amount)]
+    activations: Annotated[int, FigureColumn("activations", amount)]
+    tensors: Annotated[int, FigureColumn("tensors")]
+    formula: Annotated[str, FigureColumn("closed form", lambda formula: formula or "none", right=False)]
 
 
 @dataclass(frozen=True)
 class Moment:
     """When and where: phase (forward, backward, recompute), module (of the forward) and operator, with the bytes."""
 
-    bytes: int
-    phase: str
-    module: str
-    operator: str
+    bytes: Annotated[int, FigureColumn("bytes", amount)]
+    phase: Annotated[str, FigureColumn("phase", right=False)]
+    module: Annotated[str, FigureColumn("of", right=False)]
+    operator: Annotated[str, FigureColumn("at", lambda operator: operator.removesuffix(".default"), right=False)]
+
+    def __str__(self) -> str:
+        place = f" of {self.module}" if self.module else ""
+        return f"{amount(self.bytes)} at {self.operator.removesuffix('.default')} in the {self.phase}{place}"
 
 
 @dataclass(frozen=True)
@@ -155,35 +244,61 @@ class StageLine:
     """A stage of a pipeline: what it has of the model, and bytes of a rank that holds it.
 
     Attributes:
-        stage: its number.
         rank: on which rank of the pipeline it is.
         first: the module with which it begins.
         last: the module with which it ends.
         flops: of its matrix products in the forward of a microbatch.
         share: these as a part of all stages'.
         elements: of its parameters; what two stages hold is counted by both.
-        parameters: bytes of these.
-        gradients: of these.
-        optimizer: state for these.
+        optimizer: state for the gradients.
         activations: what a microbatch keeps for its backward, with what the stage received.
         in_flight: microbatches that keep it at the peak of 1F1B, interleaved where ranks have several stages, where
             there are so many.
         received: what crosses the cut in front of it.
     """
 
-    stage: int
-    rank: int
-    first: str
-    last: str
+    stage: Annotated[int, FigureColumn("stage", right=False)]
+    rank: Annotated[int, FigureColumn("rank", right=False)]
+    first: Annotated[str, FigureColumn("from", right=False)]
+    last: Annotated[str, FigureColumn("to", right=False)]
     flops: int
-    share: float
+    share: Annotated[float, FigureColumn("FLOPs", "{:.1%}".format)]
     elements: int
-    parameters: int
+    parameters: Annotated[int, FigureColumn("parameters", amount)]
     gradients: int
     optimizer: int
     activations: int
     in_flight: int
     received: tuple[Received, ...]
+
+
+def _spaced(counts: Sequence[int]) -> str:
+    return " ".join(map(str, counts))
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Rows that one layer's experts received in the last step, over all its microbatches.
+
+    Attributes:
+        ranks: of each rank, in the order of the mesh: ranks that split the same experts have the same rows.
+        dropped: how many more went beyond the capacity of experts; None where that has no limit.
+    """
+
+    module: Annotated[str, FigureColumn("layer", right=False)]
+    experts: Annotated[tuple[int, ...], FigureColumn("of each expert", _spaced, right=False)]
+    ranks: Annotated[tuple[int, ...], FigureColumn("of each rank", _spaced, right=False)]
+    dropped: int | None
+
+    @property
+    def imbalance(self) -> tuple[float, float]:
+        """The most over the mean, of experts and of ranks; 1 where all have as many, and where there are no rows."""
+        return _imbalance(self.experts), _imbalance(self.ranks)
+
+
+def _imbalance(counts: Sequence[int]) -> float:
+    total = sum(counts)
+    return max(counts) * len(counts) / total if total else 1.0
 
 
 @dataclass(frozen=True)
@@ -243,13 +358,10 @@ class Report:
     copied_into: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain mappings, lists, numbers and texts."""
+        """Returns plain mappings, lists, numbers and texts."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     def __rich__(self) -> Group:
-        from fxpar.cost.rich_tables import as_group
-        from fxpar.cost.sections import all_sections
-
         return as_group(all_sections(self))
 
     def __str__(self) -> str:
@@ -258,4 +370,217 @@ class Report:
         return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
-_WIDTH = 120
+# ---------------------------------------------------------------------- sections of a report
+
+
+def all_sections(report: Report) -> list[Section]:
+    """Returns the whole report; the first section is the summary."""
+    notes = () if report.passes else ("The program was read from a text, which does not tell how it came about.",)
+    return [
+        _summary(report),
+        *_stages(report),
+        listing("passes", columns(PassLine, "name seconds added erased changed"), report.passes, notes),
+        _collectives(report),
+        *_memory(report),
+        *_loads(report),
+        *_not_split(report),
+    ]
+
+
+def memory_sections(report: Report) -> list[Section]:
+    """Returns the summary, the stages of a pipeline, and memory by rank, by phase and by part of the model."""
+    return [_summary(report), *_stages(report), *_memory(report)]
+
+
+def _summary(report: Report) -> Section:
+    """What was asked for, and the size of it."""
+    size, ranks = report.size, len(report.ranks)
+    splitting = ranks // max(1, len({line.rank for line in report.stages}))
+    plan = ", ".join(f"{key}={value}" for key, value in report.plan.items()) or "one rank"
+    rows = [
+        ("plan", plan),
+        ("sizes", ", ".join(f"{name} = {value}" for name, value in report.sizes.items()) or "fixed"),
+        ("parameters", f"{size.elements:,} ({amount(size.bytes)}); {size.rank_elements:,} a rank"),
+    ]
+    if splitting > 1:
+        rows.append(("split", f"{size.split_flops:.1%} of the matrix FLOPs over {splitting} ranks"))
+    if report.stages:
+        rows.append(("pipeline", f"{len(report.stages)} stages on {ranks // splitting} ranks"))
+    return Section(report.name, ("what", "is"), tuple(rows), notes=report.remarks)
+
+
+def _stages(report: Report) -> list[Section]:
+    """The stages of a pipeline and what crosses the cuts between them; nothing without one."""
+    if not report.stages:
+        return []
+    shares = [line.share for line in report.stages]
+    shown = [
+        *columns(StageLine, "stage rank first last share parameters"),
+        FigureColumn("with them", lambda line: amount(line.gradients + line.optimizer)),
+        FigureColumn("activations", lambda line: f"{line.in_flight} × {amount(line.activations)}"),
+    ]
+    notes = (
+        f"Matrix FLOPs of a stage: {max(shares) * len(shares):.3f} of the mean at most."
+        if sum(shares)
+        else "No matrix products.",
+        "With the parameters come gradients and optimizer state. Activations: microbatches in flight at the peak of "
+        "1F1B (interleaved where ranks have several stages) times what one keeps, what was received included.",
+    )
+    crossing = [
+        FigureColumn("in front of stage", lambda cut: str(cut[0]), right=False),
+        FigureColumn("value", lambda cut: f"%{cut[1].value}", right=False),
+        FigureColumn("type", lambda cut: cut[1].type, right=False),
+        FigureColumn("size", lambda cut: amount(cut[1].bytes)),
+        FigureColumn("bytes", lambda cut: f"{cut[1].bytes:,}"),
+        FigureColumn("gradient", lambda cut: "comes back" if cut[1].returns else "none", right=False),
+    ]
+    cuts = [(line.stage, received) for line in report.stages for received in line.received]
+    note = "Of one microbatch, on a rank; types are those of the whole."
+    return [
+        listing("stages", shown, report.stages, notes),
+        listing("what crosses the cuts", crossing, cuts, (note,)),
+    ]
+
+
+def _collectives(report: Report) -> Section:
+    if not report.collectives:
+        return Section("collectives of a step", notes=("None.",))
+    total = Traffic.summed("", "all", "", "", report.collectives)
+    notes = ["Bytes are those of the whole values: what an all-gather yields, a reduction takes in."]
+    if total.copied:
+        notes.append(f"Copies go into {amount(report.copied_into)} of each rank's memory.")
+    if total.one_shot:
+        notes.append(
+            "Of the copies those in one shot are one kernel each: sums beside which nothing is computed, and tokens of "
+            "which it picks those that a rank needs."
+        )
+    notes += [
+        f"Of the bytes of {c.kind} those of tokens for experts are the most that may travel; "
+        f"of copies {amount(c.needed)} are expected to, if each choice of experts is as likely as any other."
+        for c in report.collectives
+        if c.needed
+    ]
+    reasons: dict[str, list[str]] = {}
+    for c in report.collectives:
+        for reason in c.reasons:
+            reasons.setdefault(reason, []).append(c.kind)
+    notes += [f"Not copied: {', '.join(kinds)}: {reason}." for reason, kinds in reasons.items()]
+    shown = columns(Traffic, "axis phase op count copied one_shot bytes formula")
+    shown.insert(-2, FigureColumn("size", lambda c: amount(c.bytes)))
+    return listing("collectives of a step", shown, (*report.collectives, total), notes)
+
+
+def _memory(report: Report) -> list[Section]:
+    """Memory by rank, by phase and by part of the model."""
+    phases = columns(Moment, "phase bytes operator module")
+    note = "The most that is alive at once, beside parameters, buffers, optimizer and batch, and where it is reached."
+    return [
+        _ranks(report),
+        listing("peak by phase", phases, report.phases, (note,) if report.phases else ()),
+        *_modules(report),
+    ]
+
+
+def _ranks(report: Report) -> Section:
+    """The parts of the memory of each rank, a column for neighbours that hold the same."""
+    groups: list[list[RankMemory]] = []
+    for rank in report.ranks:
+        if groups and replace(groups[-1][0], rank=rank.rank) == rank:
+            groups[-1].append(rank)
+        else:
+            groups.append([rank])
+    labels = tuple(f"rank {_span([str(rank.rank) for rank in group])}" for group in groups)
+    rows = []
+    for part in RANK_PARTS:
+        (column,) = columns(RankMemory, part)
+        if any(getattr(rank, part) for rank in report.ranks) or column.title == part:
+            rows.append((column.title, *(column.show(group[0]) for group in groups)))
+    notes = [
+        f"State of {report.optimizer}; kernels of {report.device}, eager: a compiled program keeps at most as much. "
+        "What kernels use inside and the allocator's rounding come on top."
+    ]
+    if report.peak.bytes:
+        notes.append(
+            f"Peak: {report.peak}, beside parameters, buffers, optimizer and batch. "
+            f"The largest tensor: {report.largest}. The step starts without gradients: where "
+            "they are accumulated, at most their bytes come on top."
+        )
+    return Section("memory a rank", ("what", *labels), tuple(rows), labels, tuple(notes))
+
+
+def _span(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]}–{names[-1]}, each"
+
+
+def _modules(report: Report) -> list[Section]:
+    """What each part of the model holds, and what it keeps for the backward."""
+    modules = _alike_layers(report.modules)
+    summed = ("parameters", "gradients", "optimizer", "activations", "tensors")
+    sums = {part: sum(getattr(module, part) for module in report.modules) for part in summed}
+    total = ModuleMemory(module="all", **sums, formula=report.activations)
+    holds = columns(ModuleMemory, "module parameters gradients optimizer activations")
+    keeps, keeping = (
+        columns(ModuleMemory, "module tensors formula"),
+        [module for module in modules if module.activations],
+    )
+    keeps.insert(-1, FigureColumn("bytes", lambda module: f"{module.activations:,}"))
+    note = "A tensor counts where it is first asked for. The closed form holds for sizes of two or more."
+    title = "activations kept for the backward"
+    return [
+        listing("memory by module", holds, (*modules, total)),
+        listing(title, keeps, (*keeping, total), (note,)) if keeping else Section(title, notes=("None.",)),
+    ]
+
+
+def _alike_layers(modules: Iterable[ModuleMemory]) -> list[ModuleMemory]:
+    """Layers in a row that differ in their number alone as one row."""
+    groups: list[list[ModuleMemory]] = []
+    for module in modules:
+        pattern = _NUMBER.sub("#", module.module)
+        last = groups[-1][-1] if groups else None
+        alike = last is not None and pattern != module.module and _NUMBER.sub("#", last.module) == pattern
+        if last is not None and alike and replace(last, module=module.module) == module:
+            groups[-1].append(module)
+        else:
+            groups.append([module])
+    return [replace(group[0], module=_layers_text(group)) for group in groups]
+
+
+def _layers_text(group: Sequence[ModuleMemory]) -> str:
+    first = group[0].module or "(the model itself)"
+    return first if len(group) == 1 else _span([first, _NUMBER.findall(group[-1].module)[-1]])
+
+
+def _loads(report: Report) -> list[Section]:
+    """Rows that experts received in the last step; nothing where none was taken."""
+    if not report.loads:
+        return []
+    shown = [
+        *columns(ExpertLoad, "module experts ranks"),
+        FigureColumn("experts", lambda load: f"{load.imbalance[0]:.2f}"),
+        FigureColumn("ranks", lambda load: f"{load.imbalance[1]:.2f}"),
+    ]
+    notes = ["Rows that experts received in the last step. The last two columns: the most over the mean."]
+    dropped = [f"{load.module} {load.dropped}" for load in report.loads if load.dropped is not None]
+    notes += [f"Dropped beyond capacity_factor: {', '.join(dropped)}."] if dropped else []
+    return [listing("load of experts", shown, report.loads, notes)]
+
+
+def _not_split(report: Report) -> list[Section]:
+    if len(report.ranks) < 2:
+        return []
+    reasons: dict[str, list[Whole]] = {}
+    for whole in report.unsplit:
+        reasons.setdefault(whole.reason, []).append(whole)
+    rows = [
+        (_few([whole.parameter for whole in matrices]), amount(sum(whole.bytes for whole in matrices)), reason)
+        for reason, matrices in reasons.items()
+    ]
+    rows += [(name, "", "not known to split: it takes whole operands") for name in report.without_rule]
+    notes = () if rows else ("Every matrix is split, and every operator has a rule.",)
+    return [Section("not split", ("what", "bytes a rank", "why"), tuple(rows), ("bytes a rank",), notes)]
+
+
+def _few(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
+    return ", ".join(names[:_FEW]) + rest

@@ -29,7 +29,7 @@ Formula = Callable[[OpCall], Size]
 
 
 def matmul_flops(program: Program) -> Iterator[tuple[fx.Node, Size]]:
-    """Forward FLOPs (2 a multiply-add) of every matrix product and attention, over global shapes."""
+    """Yields forward FLOPs (2 a multiply-add) of every matrix product and attention, over global shapes."""
     for node in program.graph.nodes:
         if node.op == "call_function":
             flops = simplify(_flops(node))
@@ -38,7 +38,7 @@ def matmul_flops(program: Program) -> Iterator[tuple[fx.Node, Size]]:
 
 
 def uncounted(program: Program) -> dict[str, int]:
-    """Operators that may multiply matrices and that no formula knows, with the number of their calls."""
+    """Returns operators that may multiply matrices and that no formula knows, with the number of their calls."""
     return dict(sorted(Counter(name for node in program.graph.nodes if (name := unknown_product(node))).items()))
 
 
@@ -51,12 +51,12 @@ def _flops(node: fx.Node) -> Size:
 
 
 def _is_foreign(node: fx.Node) -> bool:
-    """Whether it is an operator of neither torch nor fxpar."""
+    """Returns whether it is an operator of neither torch nor fxpar."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims", "fxpar")
 
 
 def _by_labels(node: fx.Node) -> Size:
-    """Of an operator with a registered rule: what several operands have in common and the result lacks is summed."""
+    """Counts by a registered rule: what several operands have in common and the result lacks is summed."""
     rule = rule_of(node.target)
     call = call_of(node, 1)
     labelling = rule.labels(call) if rule is not None and rule.labels is not None and call.outputs else None
@@ -202,7 +202,7 @@ _NORMS = ("linalg_vector_norm", "linalg_norm", "linalg_cross", "linalg_diagonal"
 
 
 def unknown_product(node: fx.Node) -> str:
-    """Name of an operator that may multiply matrices and that no formula knows; empty for others."""
+    """Returns the name of an operator that may multiply matrices and that no formula knows; empty for others."""
     if node.op != "call_function":
         return ""
     call = call_of(node, 1)
@@ -232,10 +232,10 @@ def _is_unknown(node: fx.Node, call: OpCall) -> bool:
 
 
 def split_flops(program: Program, sizes: Mapping[str, int] | None = None) -> float:
-    """Share of the matrix FLOPs that the ranks which split each layer divide among them; 1 where there are none.
+    """Returns the share of the matrix FLOPs that ranks which split layers divide among them; 1 where there are none.
 
     Of a product that c of n ranks compute alike, that is (1 - c/n) / (1 - 1/n). It is a share of what can be counted:
-    `fxpar.cost.flops.uncounted` lists the rest.
+    `uncounted` lists the rest.
     """
     axes = program.plan.axes_for(Cuts.FEATURES)
     n = prod(axes.values())
@@ -251,7 +251,7 @@ def split_flops(program: Program, sizes: Mapping[str, int] | None = None) -> flo
 
 
 def computed_part(node: fx.Node, axes: Mapping[str, int]) -> float:
-    """What part of a product a rank computes.
+    """Returns what part of a product a rank computes.
 
     Args:
         axes: those that count, with their sizes.

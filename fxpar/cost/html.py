@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from fxpar.cost.figures import RankMemory, Report
-from fxpar.cost.sections import Section, all_sections
+from fxpar.cost.figures import RankMemory, Report, Section, all_sections
 from fxpar.text.printing import amount
 
 _STYLE = """

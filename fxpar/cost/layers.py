@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -17,7 +17,7 @@ import numpy
 import torch
 from torch import fx
 
-from fxpar.cost.storages import Storages
+from fxpar.cost.measure import Storages
 from fxpar.ir.grad_flow import weights_of
 from fxpar.ir.program import Program, ScalarType, TensorType, note, operands, output_types
 from fxpar.ir.step import is_forward
@@ -31,7 +31,7 @@ _LEAST = 4  # operations of a layer: query, key and value of one attention are n
 
 
 def layers(program: Program, storages: Storages) -> list[list[fx.Node]]:
-    """The layers in order, cut where fewest bytes live.
+    """Returns the layers in order, cut where fewest bytes live.
 
     Args:
         program: a step, of which the forward is read, or a forward.
@@ -80,16 +80,12 @@ def _lives(main: Sequence[fx.Node], storages: Storages) -> tuple[list[int], list
     until, sizes = list(range(len(main))), [0] * len(main)
     for i, node in enumerate(main):
         last = max((place[user] for user in node.users if user in place), default=i)
-        for storage in _of(storages.of, node):
+        for storage in storages.of.get(node.name, ()):
             if storage not in maker:
                 maker[storage] = i
                 sizes[i] += storages.bytes[storage]
             until[maker[storage]] = max(until[maker[storage]], last)
     return [-1 if node.target is operator.getitem else until[i] for i, node in enumerate(main)], sizes
-
-
-def _of(of: Mapping[str, frozenset[int]], node: fx.Node) -> frozenset[int]:
-    return of.get(node.name, frozenset())
 
 
 # ---------------------------------------------------------------------- repetitions in a sequence

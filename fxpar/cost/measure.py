@@ -1,9 +1,10 @@
-"""One training step without memory: what it keeps for the backward, what it holds at most, what it sends.
+"""Programs on fake tensors: bytes that a rank holds, what is kept for the backward, what a step sends.
 
-Enters: a lowered step and sizes. Leaves: `Measured`. The very operators that a rank runs are run on fake tensors, which
-have types, shapes, strides and storages but no elements, so that the counts are those of eager execution by
-construction. Collectives of fake tensors talk to nobody: no process group is needed. What a kernel uses inside, and the
-allocator's rounding, come on top. For GPUs on a machine without one, the tensors are those of the meta device.
+Enters: a program as all ranks run it, and sizes. Leaves: `Storages` of a forward, `Measured` of a step. The very
+operators that a rank runs are run on fake tensors, which have types, shapes, strides and storages but no elements, so
+that the counts are those of eager execution by construction. Collectives of fake tensors talk to nobody: no process
+group is needed. What a kernel uses inside, and the allocator's rounding, come on top. For GPUs on a machine without
+one, the tensors are those of the meta device.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +28,15 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpar.cost.communication import symbol_sizes
+from fxpar.cost.figures import Moment
 from fxpar.errors import InputError
 from fxpar.ir.program import Program, ScalarType, has_note, note, output_layouts, tensor_type
 from fxpar.ir.step import RECOMPUTE, RNG_PATH, output_of, parameter_gradients
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
-from fxpar.ops.lower import Lowered
+from fxpar.ops.collectives import Group
+from fxpar.ops.lower import Lowered, lower
 
 _UNCOUNTABLE = (
     DataDependentOutputException,
@@ -40,6 +44,101 @@ _UNCOUNTABLE = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+
+
+@contextlib.contextmanager
+def _on_fakes(reason: str, where: str, remedy: str) -> Iterator[None]:
+    """Has operators run on fake tensors; refuses what has a size that only values tell, for a reason."""
+    try:
+        with FakeTensorMode(), torch.no_grad():
+            yield
+    except _UNCOUNTABLE as error:
+        text = f"{reason} cannot be counted without values: {str(error).splitlines()[0]}"
+        raise InputError(text, where=where, remedy=remedy) from error
+
+
+def _placeholders(program: Program, sizes: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
+    """What a rank has of all inputs and parameters, as programs take them, by name of the node."""
+    tensors = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            kind = tensor_type(node)
+            shape = [evaluate(size, sizes) for size in local_shape(kind.shape, output_layouts(node)[0], program.axes)]
+            tensors[node.name] = torch.empty(shape, dtype=kind.dtype, device=device)
+    return tensors
+
+
+def _tensors(value: object) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+# ---------------------------------------------------------------------- forwards
+
+
+@dataclass(frozen=True)
+class Storages:
+    """Of one rank, by name of the node.
+
+    Attributes:
+        of: numbers of the storages in which a value is, without those of parameters and inputs.
+        bytes: of each storage.
+        sizes: bytes of the values themselves, those of parameters and inputs too.
+    """
+
+    of: Mapping[str, frozenset[int]]
+    bytes: tuple[int, ...]
+    sizes: Mapping[str, int]
+
+    def total(self, storages: Iterable[int]) -> int:
+        """Bytes of several storages."""
+        return sum(self.bytes[storage] for storage in storages)
+
+
+def storages(forward: Program, owned: frozenset[str]) -> Storages:
+    """The storages of a forward, for inputs of the example's sizes.
+
+    Args:
+        forward: with property `local`, or without mesh axes.
+        owned: names of placeholders that are kept as values of the program are, and not by the caller.
+
+    Raises:
+        InputError: a result has a size that only values tell.
+    """
+    joined = {str(node.kwargs["axis"]) for node in forward.graph.nodes if "axis" in node.kwargs}
+    groups = {name: Group(name, len(forward.mesh.groups(name)[0])) for name in (*forward.axes, *sorted(joined))}
+    lowered = lower(forward, groups)
+    remedy = "keep sizes that depend on values out of the model, or choose recompute='none'"
+    # The address of a storage is its own while it lives.
+    run = fx.Interpreter(lowered.module, garbage_collect_values=False)
+    with _on_fakes("what is kept for the backward", "recompute", remedy):
+        inputs = _placeholders(forward, symbol_sizes(forward, None), torch.device("cpu"))
+        indices = [torch.zeros((), dtype=torch.int64) for _ in lowered.places]
+        run.run(*(inputs[name] for name in lowered.inputs), *indices)
+    values = {node.name: _tensors(value) for node, value in run.env.items()}
+    return _numbered(values, {n.name for n in lowered.module.graph.nodes if n.op == "placeholder"} - owned)
+
+
+def _numbered(values: Mapping[str, list[Tensor]], foreign: set[str]) -> Storages:
+    without = {tensor.untyped_storage()._cdata for name in foreign for tensor in values[name]}
+    known: dict[int, int] = {}
+    size: list[int] = []
+    of: dict[str, frozenset[int]] = {}
+    for name, tensors in values.items():
+        numbers = set()
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            key: Any = storage._cdata
+            if key not in without:
+                if key not in known:
+                    known[key] = len(size)
+                    size.append(storage.nbytes())
+                numbers.add(known[key])
+        of[name] = frozenset(numbers)
+    return Storages(of, tuple(size), {name: sum(tensor.nbytes for tensor in leaves) for name, leaves in values.items()})
+
+
+# ---------------------------------------------------------------------- steps
+
+
 # What a collective moves in the terms of `fxpar.cost.communication`: the operand, or what all ranks' operands make up.
 _NAMES: Mapping[str, str] = {
     "all_reduce": "all_reduce",
@@ -50,28 +149,11 @@ _NAMES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class StepLocation:
-    """Where a step is: phase (forward, backward, recompute, parameter) and module."""
+class SavedStorage:
+    """A storage that is kept for the backward: its bytes, and the module in which it was made."""
 
-    phase: str
     module: str
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A storage that is kept for the backward: its bytes, and where it was made."""
-
-    place: StepLocation
     bytes: int
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The moment at which most bytes are alive, besides parameters, buffers and inputs; and the operator that ran."""
-
-    bytes: int
-    place: StepLocation
-    operator: str
 
 
 @dataclass(frozen=True)
@@ -81,22 +163,22 @@ class Measured:
     Attributes:
         saved: in the order in which they are made.
         gradients: names of the placeholders that have a gradient afterwards.
-        peaks: of each phase in the order in which they begin, gradients included, which do not exist at the step's
-            start.
+        peaks: when most bytes are alive in each phase, in the order in which they begin, besides parameters, buffers
+            and inputs; gradients included, which do not exist at the step's start.
         largest: the largest storage that is made, where and by which operator.
         collectives: how often, by name and bytes of the whole value.
     """
 
-    saved: tuple[Kept, ...]
+    saved: tuple[SavedStorage, ...]
     gradients: frozenset[str]
-    peaks: tuple[Peak, ...]
-    largest: Peak
+    peaks: tuple[Moment, ...]
+    largest: Moment
     collectives: Mapping[tuple[str, int], int]
 
     @property
-    def peak(self) -> Peak:
+    def peak(self) -> Moment:
         """Of the whole step."""
-        nothing = Peak(0, StepLocation("forward", ""), "")
+        nothing = Moment(0, "forward", "", "")
         return max(self.peaks, key=lambda peak: peak.bytes, default=nothing)
 
 
@@ -111,9 +193,9 @@ class Ledger(TorchDispatchMode):
     def __init__(self, storages: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.own = storages
-        self.place = StepLocation("forward", "")
-        self.peaks: dict[str, Peak] = {}
-        self.largest = Peak(0, self.place, "")
+        self.phase, self.module = "forward", ""
+        self.peaks: dict[str, Moment] = {}
+        self.largest = Moment(0, "forward", "", "")
         self.collectives: Counter[tuple[str, int]] = Counter()
         self.sent = 0
         self._live = 0
@@ -126,9 +208,8 @@ class Ledger(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional":
             self._send(func, args, out)
-        for leaf in pytree.tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._enter(leaf.untyped_storage(), str(func))
+        for leaf in _tensors(out):
+            self._enter(leaf.untyped_storage(), str(func))
         return out
 
     def _send(self, func: Any, args: Any, out: Any) -> None:
@@ -151,11 +232,11 @@ class Ledger(TorchDispatchMode):
 
         self._storages[key] = weakref.ref(storage, leave)
         self._live += size
-        known = self.peaks.get(self.place.phase)
+        known = self.peaks.get(self.phase)
         if known is None or self._live > known.bytes:
-            self.peaks[self.place.phase] = Peak(self._live, self.place, operator)
+            self.peaks[self.phase] = Moment(self._live, self.phase, self.module, operator)
         if size > self.largest.bytes:
-            self.largest = Peak(size, self.place, operator)
+            self.largest = Moment(size, self.phase, self.module, operator)
 
 
 class _Walk(fx.Interpreter):
@@ -167,8 +248,8 @@ class _Walk(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, ledger: Ledger, *, backward: bool) -> None:
         super().__init__(module)
-        self.ledger, self.saved, self._backward = ledger, list[Kept](), backward
-        self._made: dict[int, tuple[weakref.ref[Any], StepLocation]] = {}
+        self.ledger, self.saved, self._backward = ledger, list[SavedStorage](), backward
+        self._made: dict[int, tuple[weakref.ref[Any], str]] = {}
         nodes = [node for node in module.graph.nodes if node.op == "call_function"]
         # Numbers of the backward may stand in front of the forward.
         nodes = [node for node in nodes if has_note(node) and not isinstance(note(node).type, ScalarType)]
@@ -183,15 +264,14 @@ class _Walk(fx.Interpreter):
         if has_note(n) and n.op == "call_function":
             node_note = note(n)
             phase = RECOMPUTE if node_note.origin == RECOMPUTE and node_note.phase else node_note.phase or "forward"
-            self.ledger.place = StepLocation(phase, node_note.fqn)
+            self.ledger.phase, self.ledger.module = phase, node_note.fqn
         output = super().run_node(n)
         if n.op == "call_function":
-            for value in pytree.tree_leaves(output):
-                if isinstance(value, Tensor):
-                    storage = value.untyped_storage()
-                    known = self._made.get(storage._cdata)
-                    if known is None or known[0]() is None:  # an address is a storage's own only as long as it lives
-                        self._made[storage._cdata] = weakref.ref(storage), self.ledger.place
+            for tensor in _tensors(output):
+                storage = tensor.untyped_storage()
+                known = self._made.get(storage._cdata)
+                if known is None or known[0]() is None:  # an address is a storage's own only as long as it lives
+                    self._made[storage._cdata] = weakref.ref(storage), self.ledger.module
         return output
 
     def _keep(self) -> None:
@@ -202,14 +282,13 @@ class _Walk(fx.Interpreter):
                 continue  # a number of the rank's indices, which the backward makes itself
             is_read = not (has_note(node) and note(node).phase)  # a tangent is none of the forward's
             is_read = is_read and any(has_note(user) and note(user).phase for user in node.users)
-            for leaf in pytree.tree_leaves(value) if is_read else ():
-                key = leaf.untyped_storage()._cdata if isinstance(leaf, Tensor) else None
-                if key is not None and key not in self.ledger.own and key not in seen:
+            for leaf in _tensors(value) if is_read else ():
+                key = leaf.untyped_storage()._cdata
+                if key not in self.ledger.own and key not in seen:
                     seen.add(key)
-                    place = (
-                        self._made[key][1] if key in self._made else StepLocation("forward", "")
-                    )  # else the random state
-                    self.saved.append(Kept(place, leaf.untyped_storage().nbytes()))
+                    # What no operator made is the random state.
+                    module = self._made[key][1] if key in self._made else ""
+                    self.saved.append(SavedStorage(module, leaf.untyped_storage().nbytes()))
 
 
 class _Stopped(Exception):
@@ -237,43 +316,18 @@ def measure(
         InputError: an operator's result has a size that only its values tell.
     """
     device = stand_in(device)
-    try:
-        with FakeTensorMode(), torch.no_grad():
-            values = _placeholders(program, sizes, device)
-            indices = [torch.zeros((), dtype=torch.int64, device=device) for _ in lowered.places]
-            tangents = {entry.node for entry in program.inputs if output_of(entry.path)}  # made for each step
-            inputs = [*(value for name, value in values.items() if name not in tangents), *indices]
-            ledger = Ledger({value.untyped_storage()._cdata for value in inputs})
-            walk = _Walk(lowered.module, ledger, backward=backward)
-            with ledger if backward else contextlib.nullcontext(), contextlib.suppress(_Stopped):
-                state = _random_state(program, device)  # kept by the module until the next step
-                state |= {name: torch.empty_like(values[name]) for name in tangents}
-                walk.run(*[{**values, **state}[name] for name in lowered.inputs], *indices)
-    except _UNCOUNTABLE as error:
-        raise InputError(
-            f"its memory cannot be counted without values: {str(error).splitlines()[0]}",
-            where="report",
-            remedy="keep sizes that depend on values out of the model",
-        ) from error
+    with _on_fakes("its memory", "report", "keep sizes that depend on values out of the model"):
+        values = _placeholders(program, sizes, device)
+        indices = [torch.zeros((), dtype=torch.int64, device=device) for _ in lowered.places]
+        # Tangents and the state of the random numbers are made for each step.
+        fresh = {entry.node for entry in program.inputs if output_of(entry.path) or entry.path == RNG_PATH}
+        owned = [*(value for name, value in values.items() if name not in fresh), *indices]
+        ledger = Ledger({value.untyped_storage()._cdata for value in owned})
+        walk = _Walk(lowered.module, ledger, backward=backward)
+        with ledger if backward else contextlib.nullcontext(), contextlib.suppress(_Stopped):
+            values |= {name: torch.empty_like(values[name]) for name in fresh}
+            walk.run(*[values[name] for name in lowered.inputs], *indices)
     trained = {p.node for p in program.parameters if p.fqn in parameter_gradients(program)}
     return Measured(
         tuple(walk.saved), frozenset(trained), tuple(ledger.peaks.values()), ledger.largest, dict(ledger.collectives)
     )
-
-
-def _placeholders(program: Program, sizes: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
-    """A rank's parameters, as programs take them, the batch and tangents."""
-    drawn = {entry.node for entry in program.inputs if entry.path == RNG_PATH}
-    tensors = {}
-    for node in program.graph.nodes:
-        if node.op == "placeholder" and node.name not in drawn:
-            kind = tensor_type(node)
-            shape = [evaluate(size, sizes) for size in local_shape(kind.shape, output_layouts(node)[0], program.axes)]
-            tensors[node.name] = torch.empty(shape, dtype=kind.dtype, device=device)
-    return tensors
-
-
-def _random_state(program: Program, device: torch.device) -> dict[str, Tensor]:
-    """The state of the random numbers, which is made for each step."""
-    drawn = [entry.node for entry in program.inputs if entry.path == RNG_PATH]
-    return {name: torch.zeros(3, dtype=torch.int64, device=device) for name in drawn}

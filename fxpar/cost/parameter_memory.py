@@ -30,7 +30,7 @@ class OptimizerKind:
     extra: int = 0
 
     def bytes(self, size: int) -> int:
-        """Of the state of a parameter of so many bytes."""
+        """Returns the bytes of the state of a parameter of so many bytes."""
         return self.copies * size + self.extra
 
 
@@ -55,24 +55,24 @@ class ParameterBytes:
 
 
 def local_elements(program: Program, parameter: Parameter) -> int:
-    """Elements that a rank holds, padding included: equally many on every rank."""
+    """Returns the elements that a rank holds, padding included: equally many on every rank."""
     layout = output_layouts(program.node(parameter.node))[0]
     return prod(int(size) for size in local_shape(parameter.type.shape, layout, program.axes))
 
 
 def held_bytes(program: Program, parameter: Parameter) -> int:
-    """Of a parameter as the module holds it."""
+    """Returns the bytes of a parameter as the module holds it."""
     return local_elements(program, parameter) * held_type(program.plan, parameter.type).dtype.itemsize
 
 
 def copy_bytes(program: Program, parameter: Parameter) -> int:
-    """Of the copy that the program runs on, where the module holds main values."""
+    """Returns the bytes of the copy that the program runs on, where the module holds main values."""
     kind = parameter.type
     return local_elements(program, parameter) * kind.dtype.itemsize if is_copy(program.plan, kind) else 0
 
 
 def held_by(program: Program, parameter: Parameter, place: Mapping[str, int]) -> ParameterBytes:
-    """What the rank at a place holds."""
+    """Returns what the rank at a place holds."""
     layout = output_layouts(program.node(parameter.node))[0]
     size, elements = held_type(program.plan, parameter.type).dtype.itemsize, local_elements(program, parameter)
     cuts = [(axis, placement) for axis, placement in layout if placement.is_shard]
@@ -91,7 +91,7 @@ def _length(program: Program, parameter: Parameter, layout: Layout, placement: P
 
 
 def _shared(placement: Placement, n: int) -> int:
-    """Elements of a rank's part of the dimension that another rank holds too."""
+    """Returns how many elements of a rank's part of the dimension another rank holds too."""
     return sum(int(share_of(p, n) or 0) for p in placement.pieces if not p.sharded or p.copies > 1)
 
 

@@ -36,7 +36,7 @@ _ACCESSES = 4
 
 
 def product_seconds(flops: float, part: float, cost: Cost) -> float:
-    """Of a matrix product and its backward, of which a rank computes a part.
+    """Returns the seconds of a matrix product and its backward, of which a rank computes a part.
 
     Args:
         flops: of the whole forward.
@@ -45,7 +45,7 @@ def product_seconds(flops: float, part: float, cost: Cost) -> float:
 
 
 def access_seconds(size: float, part: float, cost: Cost) -> float:
-    """In which an activation is stored and read, and its gradient.
+    """Returns the seconds in which an activation is stored and read, and its gradient.
 
     Args:
         size: bytes of the whole.
@@ -55,7 +55,7 @@ def access_seconds(size: float, part: float, cost: Cost) -> float:
 
 
 def optimizer_seconds(elements: float, part: float, cost: Cost) -> float:
-    """In which the optimizer moves a parameter.
+    """Returns the seconds in which the optimizer moves a parameter.
 
     Args:
         elements: of the whole.
@@ -65,7 +65,7 @@ def optimizer_seconds(elements: float, part: float, cost: Cost) -> float:
 
 
 def again_seconds(flops: float, moved: float, cost: Cost) -> float:
-    """In which an operation of the forward is computed once more.
+    """Returns the seconds in which an operation of the forward is computed once more.
 
     Args:
         flops: those of a rank.
@@ -85,12 +85,12 @@ ROUNDS: Mapping[str, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter":
 
 
 def sent(op: str, n: int) -> float:
-    """Bytes that each of n ranks sends for each byte of the whole value."""
+    """Returns the bytes that each of n ranks sends for each byte of the whole value."""
     return ROUNDS[op] * (n - 1) / n
 
 
 def collective_seconds(op: str, n: int, size: float, cost: Cost, latency: float) -> float:
-    """Seconds of a collective whose every round starts anew.
+    """Returns the seconds of a collective whose every round starts anew.
 
     Args:
         size: bytes of the whole value.
@@ -135,8 +135,10 @@ _VIEWS: Set[object] = frozenset(
 
 
 def materialised(program: Program, products: Set[fx.Node], weights: Set[fx.Node]) -> set[fx.Node]:
-    """Nodes whose values are stored: results and operands of products, norms, dropout, lookups and losses, and what
-    several operations read (residual streams).
+    """Returns the nodes whose values are stored.
+
+    They are results and operands of products, norms, dropout, lookups and losses, and what several operations read
+    (residual streams).
 
     Args:
         products: matrix products and attention.
@@ -156,7 +158,7 @@ def materialised(program: Program, products: Set[fx.Node], weights: Set[fx.Node]
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
-    """The operations that read a value, also through views of it."""
+    """Returns the operations that read a value, also through views of it."""
     readers, pending = set(), list(node.users)
     for user in pending:
         if user.target in _VIEWS:
@@ -204,7 +206,7 @@ class Estimates:
 
 
 def estimates(program: Program, sizes: Mapping[str, int] | None = None) -> Estimates:
-    """What the nodes of a step take.
+    """Returns the seconds that the nodes of a step take.
 
     Args:
         program: with property `local` and without calls of regions.
@@ -224,7 +226,7 @@ def estimates(program: Program, sizes: Mapping[str, int] | None = None) -> Estim
 
 
 def _sending(program: Program, sent: Collective, how: Note) -> Sending:
-    """Through the process group, or where a buffer is noted by copies or in one shot, between ranks of one machine."""
+    """Prices a collective: by copies or in one shot where a buffer is noted, else through the process group."""
     axes = sent.axis.split("-")
     cost, ranks = program.plan.cost.on(axes), prod(program.axes[axis] for axis in axes)
     if not how.buffer:
@@ -238,7 +240,7 @@ def _sending(program: Program, sent: Collective, how: Note) -> Sending:
 
 
 def _filled(program: Program, node: fx.Node, values: Mapping[str, int]) -> float:
-    """The part of its time in which a product computes; 1 where it is none of two matrices."""
+    """Returns the part of its time in which a product computes; 1 where it is none of two matrices."""
     if str(node.target) not in _OF_TILES:
         return 1.0
     shape = local_shape(tensor_type(node).shape, output_layouts(node)[0], program.axes)
@@ -266,7 +268,7 @@ TILES: Mapping[tuple[int, int], float] = {
 
 @lru_cache(maxsize=4096)
 def filled(matrices: int, rows: int, columns: int, multiprocessors: int) -> float:
-    """The part of its time in which a product computes, by the tiles with which that is most; at most 1.
+    """Returns the part of its time in which a product computes, by the tiles with which that is most; at most 1.
 
     Args:
         matrices: results of a batched product, each of `rows` by `columns` elements.
@@ -282,7 +284,7 @@ def filled(matrices: int, rows: int, columns: int, multiprocessors: int) -> floa
 
 
 def _rounds(tiles: int, multiprocessors: int) -> int:
-    """Tiles for which there is time in as many waves as these need."""
+    """Returns for how many tiles there is time in as many waves as these need."""
     return ceil(tiles / multiprocessors) * multiprocessors
 
 
@@ -309,13 +311,13 @@ class Travel:
     exposed: float
 
     def to_json(self) -> dict[str, Any]:
-        """A plain mapping."""
+        """Returns a plain mapping."""
         beside = [{"node": name, "seconds": seconds} for name, seconds in self.beside]
         return {**self.collective.to_json(), "seconds": self.seconds, "beside": beside, "exposed": self.exposed}
 
 
 def travels(program: Program, sizes: Mapping[str, int] | None = None) -> list[Travel]:
-    """All collectives of a step in the order in which they start.
+    """Returns all collectives of a step in the order in which they start.
 
     Args:
         program: a step, with property `local` and without calls of regions.
@@ -330,7 +332,7 @@ def travels(program: Program, sizes: Mapping[str, int] | None = None) -> list[Tr
 
 
 def _runs(program: Program) -> Iterator[list[fx.Node]]:
-    """What is computed at a stretch, in order: each phase, cut at the boundaries of calls."""
+    """Yields what is computed at a stretch, in order: each phase, cut at the boundaries of calls."""
     nodes = [n for n in program.graph.nodes if n.op == "call_function" and not isinstance(note(n).type, ScalarType)]
     for _, run in itertools.groupby(nodes, key=lambda node: (note(node).phase, note(node).region)):
         yield list(run)

@@ -15,7 +15,7 @@ from math import prod
 
 from torch import fx
 
-from fxpar.cost.communication import symbol_sizes
+from fxpar.cost.communication import symbol_sizes, value_bytes
 from fxpar.cost.flops import computed_part, matmul_flops
 from fxpar.cost.parameter_memory import held_bytes, local_elements
 from fxpar.cost.seconds import access_seconds, materialised, product_seconds
@@ -23,7 +23,6 @@ from fxpar.ir.grad_flow import summed, weights_of
 from fxpar.ir.program import Program, ScalarType, note, operands, output_layouts, output_types
 from fxpar.ir.stages import crossings, holders, is_transfer, stage_of
 from fxpar.layout.layout import P
-from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops import Operator
 from fxpar.ops.coercions import sum_gradients
@@ -84,11 +83,7 @@ class Divisible:
 
     def bytes_of(self, node: fx.Node, sizes: Mapping[str, int] | None = None) -> int:
         """Bytes of a node's values on a rank, for inputs of the example's sizes if no others are given."""
-        total = 0
-        for kind, layout in zip(output_types(node), output_layouts(node), strict=True):
-            shape = local_shape(kind.shape, layout, self.program.axes)
-            total += prod(evaluate(size, sizes or self._sizes) for size in shape) * kind.dtype.itemsize
-        return int(total)
+        return value_bytes(self.program, node, sizes or self._sizes)
 
     @cached_property
     def live(self) -> list[float]:
@@ -174,7 +169,6 @@ def _anywhere(program: Program) -> set[fx.Node]:
 
     Sums of gradients of parameters give the parameters again. Numbers of sizes are no tensors.
     """
-    sizes = Divisible(program, (), frozenset())
     trained = {p.node for p in program.parameters if p.kind == "parameter"}
     products = dict(matmul_flops(program))
     values = symbol_sizes(program, None)
@@ -192,14 +186,14 @@ def _anywhere(program: Program) -> set[fx.Node]:
             origins[node] = frozenset(), False
             anywhere.add(node)
             continue
-        if _communicates(node) or not _is_cheap(node, products, values, sizes):
+        if _communicates(node) or not _is_cheap(node, products, values):
             continue
         parameters = frozenset().union(*(origins[read][0] for read in _made_of(node)))
         of_inputs = any(origins[read][1] for read in _made_of(node))
         if parameters and of_inputs:
             continue
-        largest = MOST_OF_PARAMETERS * sum(sizes.bytes_of(parameter) for parameter in parameters)
-        if parameters and node.target is not sum_gradients and sizes.bytes_of(node) > largest:
+        largest = MOST_OF_PARAMETERS * sum(value_bytes(program, parameter, values) for parameter in parameters)
+        if parameters and node.target is not sum_gradients and value_bytes(program, node, values) > largest:
             continue
         origins[node] = parameters, of_inputs
         anywhere.add(node)
@@ -225,7 +219,7 @@ def _communicates(node: fx.Node) -> bool:
     return record.draws or bool(record.uncaptured) or (record.traffic is not None and record.sends[0] != "")
 
 
-def _is_cheap(node: fx.Node, products: Mapping[fx.Node, object], values: Mapping[str, int], sizes: Divisible) -> bool:
+def _is_cheap(node: fx.Node, products: Mapping[fx.Node, object], values: Mapping[str, int]) -> bool:
     flops = products.get(node)
     if flops is None:
         return note(node).random == 0
@@ -343,12 +337,6 @@ def stage_shares(program: Program, sizes: Mapping[str, int] | None = None) -> tu
         part = flops[stage] / total if total else 0.0
         shares.append(StageShare(stage, names[0], names[-1], flops[stage], part, elements, size, received))
     return tuple(shares)
-
-
-def unevenness(shares: Sequence[StageShare]) -> float:
-    """The most FLOPs of a stage over the mean; 1 where there are none."""
-    flops = [share.flops for share in shares]
-    return max(flops) * len(flops) / sum(flops) if sum(flops) else 1.0
 
 
 def in_flight(ranks: int, virtual: int, rank: int) -> tuple[int, ...]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
-from fxpar.cost.load_balance import ExpertLoad, expert_loads
+from fxpar.cost.figures import ExpertLoad
 from fxpar.ir.step import is_dropped, is_excess, is_load, module_of_load
-from fxpar.mesh.axes import Cuts
+from fxpar.mesh.axes import Cuts, coordinates
 from fxpar.ops.collectives import arrived, max_over, start_gather
 from fxpar.plan.plan import Plan
 from fxpar.runtime.grad_buffers import Finish
@@ -43,7 +44,30 @@ class Loads:
         names = [module_of_load(name) for name in self.names]
         layers = [part.tolist() for part in parts]
         dropped = dict(zip(map(module_of_load, self.dropped), lost.sum(0).tolist(), strict=True))
-        return expert_loads(names, layers, plan.axes, plan.mesh.holders, plan.axes_for(Cuts.BATCH), dropped)
+        return tuple(
+            ExpertLoad(name, _by_expert(by_rank, plan), tuple(map(sum, by_rank)), dropped.get(name))
+            for name, by_rank in zip(names, layers, strict=True)
+        )
+
+
+def _by_expert(by_rank: Sequence[Sequence[int]], plan: Plan) -> tuple[int, ...]:
+    """Rows of each expert of a layer.
+
+    Args:
+        by_rank: of each rank in nesting order of the plan's axes, the rows of each of its experts.
+    """
+    per_rank, axes, holders = len(by_rank[0]), plan.axes, plan.mesh.holders
+    experts = [0] * (per_rank * prod(holders.values()))
+    for rank, rows in enumerate(by_rank):
+        place = coordinates(axes, rank)
+        if any(place[axis] for axis in axes if axis not in holders and axis not in plan.axes_for(Cuts.BATCH)):
+            continue  # the same rows as on the first of the ranks that split an expert
+        block = 0
+        for axis, size in holders.items():
+            block = block * size + place[axis]
+        for index, count in enumerate(rows):
+            experts[block * per_rank + index] += count
+    return tuple(experts)
 
 
 def gathered(parts: Sequence[Mapping[str, Tensor]], world: World, plan: Plan) -> Loads | None:

@@ -19,7 +19,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 from torch import fx
 
-from fxpar.cost.storages import Storages
+from fxpar.cost.measure import Storages
 from fxpar.ir.program import is_tensor
 
 # How far from the least seconds a choice may be: equal layers that keep other values are as good as each other, and a

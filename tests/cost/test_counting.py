@@ -149,8 +149,8 @@ def test_each_phase_has_its_peak() -> None:
     found = counted(Two(functional.relu))
     forward, backward = found.peaks
     # What the backward reads, relu's result and the second matrix's; beside them the square, its sum and the tangent.
-    assert (forward.place.phase, forward.bytes) == ("forward", 4 + rows * (20 + 2 * WIDTH) * 4 + 4)
-    assert backward.place.phase == "backward"
+    assert (forward.phase, forward.bytes) == ("forward", 4 + rows * (20 + 2 * WIDTH) * 4 + 4)
+    assert backward.phase == "backward"
     assert found.peak == max(found.peaks, key=lambda peak: peak.bytes)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fxpar.capture.capture import capture
 from fxpar.cli.models import load_model
 from fxpar.compile import compile_program
-from fxpar.cost.stage_cut_points import divisible, stage_shares, unevenness
+from fxpar.cost.stage_cut_points import StageShare, divisible, stage_shares
 from fxpar.errors import FxparError
 from fxpar.ir.program import Program, note
 from fxpar.ir.stages import crossings, holders, stages_of
@@ -48,6 +48,12 @@ return output=%cross_entropy_loss
 """
 # Beginnings at which the stream of layers alone crosses.
 LAYERS = {"layers.1": 1, "layers.2": 2, "layers.3": 3}
+
+
+def unevenness(shares: Sequence[StageShare]) -> float:
+    """The most FLOPs of a stage over the mean."""
+    flops = [share.flops for share in shares]
+    return max(flops) * len(flops) / sum(flops)
 
 
 def test_of_a_tiny_model() -> None:

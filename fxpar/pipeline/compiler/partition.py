@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from fxpar.cost.layers import layers
+from fxpar.cost.measure import storages
 from fxpar.cost.stage_cut_points import Divisible, candidates, divisible
-from fxpar.cost.storages import storages
 from fxpar.errors import InputError
 from fxpar.ir.program import Program, describe, note
 
