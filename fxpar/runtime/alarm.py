@@ -66,7 +66,7 @@ _Socket = tuple[int, str]
 
 @dataclass(eq=False)
 class Alarm:
-    """Of one module on one rank.
+    """Tells one rank of a module of the first error on any.
 
     Attributes:
         module: its number, the same on all ranks.

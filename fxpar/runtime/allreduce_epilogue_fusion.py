@@ -216,7 +216,7 @@ class _Group:
         return -len(self.operands)
 
     def _extent(self, node: Any) -> Extent | None:
-        """Of what has the sum's rows; None of other shapes and types."""
+        """Returns the extent of what has the sum's rows; None of other shapes and types."""
         fake = _static(node)
         if fake is None or fake.dtype not in TYPES or fake.dim() < 1:
             return None

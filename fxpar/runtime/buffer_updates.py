@@ -9,20 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.checkpoint.sharded import leaf_of
-from fxpar.ir.program import Program
 from fxpar.ir.step import buffer_of, is_buffer
 from fxpar.ops.mesh_process_groups import process_group
+from fxpar.runtime.bound_batch import BoundBatch
 from fxpar.runtime.world import World
-
-if TYPE_CHECKING:
-    from fxpar.runtime.runner import Prepared
 
 
 class Written:
@@ -31,10 +27,11 @@ class Written:
     def __init__(self) -> None:
         self._values: dict[str, Tensor] = {}
 
-    def read(self, program: Program, ready: Prepared) -> Prepared:
-        """What a call takes, with the buffers as they are by now."""
-        new = {p.node: self._values[p.fqn] for p in program.parameters if p.fqn in self._values}
-        return replace(ready, values={**ready.values, **new}) if new else ready
+    def read(self, call: BoundBatch) -> BoundBatch:
+        """Returns a call with the buffers as they are by now."""
+        parameters = call.compiled.program.parameters if self._values else ()
+        new = {p.node: self._values[p.fqn] for p in parameters if p.fqn in self._values}
+        return replace(call, values={**call.values, **new}) if new else call
 
     def add(self, outputs: Mapping[str, Tensor]) -> None:
         """Takes new values from the outputs of a call."""

@@ -6,7 +6,6 @@ step, and `ForwardCalls`, a forward alone.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +15,10 @@ from typing import Any, Protocol
 from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
 
-from fxpar.ir.program import Program, ScalarType, has_note, note
+from fxpar.ir.program import Program, has_note, note
 from fxpar.ir.step import PHASES, RECOMPUTE
 from fxpar.ops.products import Destination, into
+from fxpar.runtime.units import Segment, is_number, segments
 
 Values = dict[str, Any]
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -227,17 +227,10 @@ class ForwardCalls:
         return {**self.constants, **{size_name(name): size for name, size in sizes.items()}, **values}
 
 
-def part_call(part: StepPart) -> UnitCall:
-    """A part of a step as a call."""
-    return UnitCall(part.module, part.inputs, part.outputs, uncaptured=part.uncaptured)
-
-
 def eager_calls(step: LoweredStep, *, whole: bool) -> StepCalls:
     """A step that runs operator by operator."""
     backward = step.whole_backward if whole else step.backward
-    return StepCalls(
-        step, [*map(part_call, step.forward)], [*map(part_call, backward)], {}, whole=whole, early=step.early
-    )
+    return StepCalls(step, step.forward, backward, {}, whole=whole, early=step.early)
 
 
 # ---------------------------------------------------------------------- step phases
@@ -256,29 +249,7 @@ class Emptying(CodeGen):
         return f"def {self._func_name}(self, values){maybe_return_annotation}:{taken}"
 
 
-@dataclass(frozen=True)
-class StepPart:
-    """One part of a step.
-
-    Attributes:
-        module: called with one list of values, which it empties; gives a tuple.
-        inputs: names of the values that it takes.
-        outputs: names of those that it gives.
-        uncaptured: why no CUDA graph can hold it; empty where one can.
-    """
-
-    module: Callable[[list[Any]], Sequence[Any]]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    uncaptured: str = ""
-
-    def __call__(self, values: dict[str, Any]) -> None:
-        """Takes its inputs from `values`, and puts its results there."""
-        operands = [values[name] for name in self.inputs]
-        values.update(zip(self.outputs, self.module(operands), strict=True))
-
-
-Parts = tuple[StepPart, ...]
+Calls = tuple[UnitCall, ...]
 
 
 @dataclass(frozen=True)
@@ -288,7 +259,7 @@ class LoweredStep:
     Attributes:
         program: forward, backward and parameter phase.
         graph: that, lowered.
-        forward: the parts, which hand values on by name.
+        forward: its calls, which hand values on by name.
         backward: leaves what each rank has of the parameters' gradients.
         parameter: makes the gradients of these, once behind all microbatches.
         whole_backward: both in one.
@@ -297,15 +268,15 @@ class LoweredStep:
         unfinished: names of the values that the backward leaves for the parameter phase, gradients among them.
         tangents: of each output that has one, the name of the tangent's value.
         returned: of each gradient of an input, by name of the output, the name of its value.
-        early: how many parts of the backward come before what only gradients of weights need.
+        early: how many calls of the backward come before what only gradients of weights need.
     """
 
     program: Program
     graph: fx.Graph
-    forward: Parts
-    backward: Parts
-    parameter: Parts
-    whole_backward: Parts
+    forward: Calls
+    backward: Calls
+    parameter: Calls
+    whole_backward: Calls
     results: Mapping[str, str]
     gradients: Mapping[str, str]
     unfinished: tuple[str, ...]
@@ -324,11 +295,6 @@ class LoweredStep:
         return self.unfinished, tuple(self.gradients.items())
 
     @cached_property
-    def reads(self) -> frozenset[str]:
-        """Names of the values that any part takes."""
-        return frozenset(name for part in (*self.forward, *self.whole_backward) for name in part.inputs)
-
-    @cached_property
     def uncaptured(self) -> fx.Node | None:
         """The first operation that no CUDA graph can hold."""
         nodes = (node for node in self.graph.nodes if node.op == "call_function" and has_note(node))
@@ -341,63 +307,41 @@ class LoweredStep:
         return any(note(node).recompute or note(node).origin == RECOMPUTE for node in nodes)
 
 
-def _phase_of(node: fx.Node) -> int | None:
-    """Its place among the phases; None of numbers, which any part makes itself.
+def cut(graph: fx.Graph) -> tuple[Calls, Calls, Calls, Calls, Calls]:
+    """Returns the calls of a lowered step by phase, and those of all phases but the first together.
 
-    Numbers are sizes of inputs, and what lowering makes of a rank's indices.
-    """
-    if node.op == "call_function" and (not has_note(node) or isinstance(note(node).type, ScalarType)):
-        return None
-    return PHASES.index(note(node).phase) if has_note(node) else 0
-
-
-def cut(graph: fx.Graph) -> tuple[Parts, Parts, Parts, Parts, Parts]:
-    """The parts of a lowered step by phase, and those of all phases but the first together.
-
-    Results of the graph are found under the names of the nodes that give them.
+    Each runs operator by operator what stands between two operations that no CUDA graph can hold. Results of the graph
+    have the names of the nodes that give them.
     """
     end = next(node for node in reversed(graph.nodes) if node.op == "output")
-    phases = {node: _phase_of(node) for node in graph.nodes if node.op != "output"}
-    returned = set(end.all_input_nodes)
+    returned = frozenset(end.all_input_nodes)
 
-    def parts(first: int, last: int) -> Parts:
-        nodes = [n for n, phase in phases.items() if _is_made(n) and phase is not None and first <= phase <= last]
-        runs = itertools.groupby(nodes, key=lambda node: note(node).uncaptured if has_note(node) else "")
-        return tuple(_part(list(run), phases, returned, uncaptured) for uncaptured, run in runs)
+    def calls(phases: Sequence[str]) -> Calls:
+        return tuple(_eager_call(segment, returned) for segment in segments(graph, phases, at_regions=False))
 
-    last = len(PHASES) - 1
-    return parts(0, 0), parts(1, 1), parts(2, 2), parts(last, last), parts(1, last)
+    forward, backward, weight, parameter = ((phase,) for phase in PHASES)
+    return calls(forward), calls(backward), calls(weight), calls(parameter), calls((*backward, *weight, *parameter))
 
 
-def _is_made(node: fx.Node) -> bool:
-    return node.op == "call_function"
-
-
-def _part(
-    computed: Sequence[fx.Node], phases: Mapping[fx.Node, int | None], returned: Collection[fx.Node], uncaptured: str
-) -> StepPart:
-    """What computes some nodes, with the numbers that they read."""
-    inside = set(computed)
+def _eager_call(segment: Segment, returned: Collection[fx.Node]) -> UnitCall:
+    """Returns what computes the nodes of a segment, with the numbers that they read."""
+    computed = [node for node in segment.nodes if not is_number(node)]
+    inside = frozenset(computed)
 
     def is_read_outside(node: fx.Node) -> bool:
-        """Also where a part reads a size off it, which it makes itself."""
+        """Also where another segment reads a size off it, which that makes itself."""
         users = [user for user in node.users if user.op != "output" and user not in inside]
-        return any(phases[user] is not None or is_read_outside(user) for user in users)
+        return any(not is_number(user) or is_read_outside(user) for user in users)
 
     outputs = [node for node in computed if node in returned or is_read_outside(node)]
-    for node in reversed(computed[0].graph.nodes):
-        if node in inside:
-            inside.update(read for read in node.all_input_nodes if phases[read] is None)
-    nodes = [node for node in computed[0].graph.nodes if node in inside]
-    inputs = list(dict.fromkeys(read for node in nodes for read in node.all_input_nodes if read not in inside))
     graph = fx.Graph()
     graph.set_codegen(Emptying())
     copies: dict[fx.Node, fx.Node] = {}
-    for node in inputs:
+    for node in segment.outer:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
-    for node in nodes:
+    for node in segment.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
-    names = [tuple(node.name for node in group) for group in (inputs, outputs)]
-    return StepPart(fx.GraphModule(nn.Module(), graph), names[0], names[1], uncaptured)
+    takes, gives = (tuple(node.name for node in group) for group in (segment.outer, outputs))
+    return UnitCall(fx.GraphModule(nn.Module(), graph), takes, gives, uncaptured=segment.uncaptured)

@@ -20,14 +20,13 @@ from torch import Tensor
 from fxpar.errors import InputError
 from fxpar.ir.program import Program, TensorType, note, output_layouts
 from fxpar.ir.stages import Stage, received_name
-from fxpar.ir.step import RNG_PATH
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops.collectives import Group
 from fxpar.ops.mesh_process_groups import hold, process_group, refuse_group
 from fxpar.pipeline.compiler.schedules import Schedule
 from fxpar.pipeline.compiler.simulation import Kind, Message
-from fxpar.runtime.programs import BoundBatch
+from fxpar.runtime.bound_batch import BoundBatch
 from fxpar.runtime.rank_consensus import is_lost
 from fxpar.runtime.world import World
 
@@ -67,18 +66,17 @@ class Evaluation:
         self,
         call: BoundBatch,
         requested: Sequence[str],
-        values: Mapping[str, Any],
         state: Callable[[], Tensor],
     ) -> dict[str, Tensor]:
         """The wanted outputs by name. A collective call.
 
         Args:
-            values: what this rank has of the program's inputs, but for the random state.
+            call: as `Runner.prepared` gave it.
             state: gives the random state; it is asked for on all ranks or on none.
         """
         self._world.agreement.enter()
-        inputs = dict(values)
-        draws = [entry.node for entry in call.compiled.program.inputs if entry.path == RNG_PATH]
+        inputs = dict(call.values)
+        draws = call.compiled.random_inputs
         if draws:
             inputs |= dict.fromkeys(draws, state())
         outputs: dict[str, Tensor] = {}

@@ -7,12 +7,15 @@ losses, and the parameters' gradients of that, summed over the ranks once.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from fxpar.ir.step import is_counted
+from fxpar.runtime.expert_loads import Finished, Loads
 from fxpar.runtime.grad_buffers import Finish
 
 
@@ -42,37 +45,69 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
-class Ran:
-    """A step of which forward and backward have run.
-
-    Attributes:
-        outputs: those of the model, by name.
-        unfinished: what this rank has of the gradients.
-        finish: makes the parameters' gradients, by name, of what is unfinished. A collective call.
-        signature: equal for steps whose unfinished values may be added up.
-    """
-
-    outputs: Mapping[str, Tensor]
-    unfinished: dict[str, Tensor]
-    finish: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-    signature: Hashable
-
-
-@dataclass(frozen=True)
 class MicrobatchResult:
-    """A microbatch that has run.
+    """What forward and backward of a microbatch, or of a step that has one, left.
 
     Attributes:
         loss: of it.
-        ran: what it left of gradients.
+        outputs: those of the model, by name.
+        unfinished: what this rank has of the gradients.
+        finish: makes the parameters' gradients, by name, of what is unfinished. A collective call.
+        signature: equal for those whose unfinished values may be added up.
         counted: what counted in its loss, where microbatches are weighed by that.
-        rows: of its experts, and those without a place, by name of the output (`fxpar.ir.step`).
     """
 
     loss: Tensor
-    ran: Ran
+    outputs: Mapping[str, Tensor]
+    unfinished: dict[str, Tensor]
+    finish: Finish
+    signature: Hashable
     counted: Tensor | None = None
-    rows: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> dict[str, Tensor]:
+        """What it says of rows that were routed, and of those without a place, by name of the output."""
+        return {name: value for name, value in self.outputs.items() if is_counted(name)}
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What a step is called with besides batches.
+
+    Attributes:
+        scaler: scales the loss that is differentiated.
+        optimizer: steps at the end.
+        max_norm: of all gradients, to which they are clipped before.
+    """
+
+    scaler: torch.amp.GradScaler | None = None
+    optimizer: Optimizer | None = None
+    max_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gives.
+
+    Attributes:
+        loss: of it.
+        names: of the parameters that have gradients of it.
+        norm: of all gradients before they were clipped; None where they were not.
+        is_finite: with an optimizer, whether loss and norm are, a bool scalar on the device.
+        load: of routed rows by rank; None where no rank holds other modules than another.
+    """
+
+    loss: Tensor
+    names: tuple[str, ...]
+    norm: Tensor | None = None
+    is_finite: Tensor | None = None
+    load: Loads | None = None
+
+    def copied(self) -> StepResult:
+        """Returns it with copies of its tensors."""
+        norm, is_finite = (None if tensor is None else tensor.clone() for tensor in (self.norm, self.is_finite))
+        load = None if self.load is None else replace(self.load, counts=self.load.counts.clone())
+        return StepResult(self.loss.clone(), self.names, norm, is_finite, load)
 
 
 def weight(counted: Tensor | None, microbatch: Microbatch) -> Tensor | float:
@@ -95,7 +130,7 @@ def run_microbatches(
     parts: Sequence[Any],
     state: Tensor,
     run: Callable[[Any, Microbatch], MicrobatchResult],
-    finished: Callable[[dict[str, Tensor], Hashable, Finish], Mapping[str, Tensor]],
+    finished: Finished,
     adds: bool = False,
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """The loss of a step, and its gradients by name of the parameter.
@@ -109,31 +144,35 @@ def run_microbatches(
 
     Microbatches whose programs leave other values for the parameter phase, as of other lengths, have one of their own.
     """
-    done: list[MicrobatchResult] = []
-    totals: dict[Hashable, tuple[dict[str, Tensor], Ran]] = {}
+    losses: list[Tensor] = []
+    counts: list[Tensor] = []
+    totals: dict[Hashable, tuple[dict[str, Tensor], Finish]] = {}
     for index, part in enumerate(parts):
-        unit = done[0].counted if done else None
-        completed = run(part, Microbatch(index, len(parts), state, unit, adds))
-        total, ran = totals.get(completed.ran.signature, ({}, replace(completed.ran, unfinished={})))
-        if not total:
-            total = {name: value.clone() for name, value in completed.ran.unfinished.items()}
-        else:
-            torch._foreach_add_(list(total.values()), [completed.ran.unfinished[name] for name in total])
-        totals[ran.signature] = total, ran
-        done.append(replace(completed, ran=replace(completed.ran, unfinished={})))
+        left = run(part, Microbatch(index, len(parts), state, counts[0] if counts else None, adds))
+        if left.signature not in totals:
+            # Clones: some are views, and what is added to must be this rank's alone.
+            total = {name: value.clone() for name, value in left.unfinished.items()}
+            totals[left.signature] = total, left.finish
+        elif left.unfinished:
+            total, _ = totals[left.signature]
+            torch._foreach_add_(list(total.values()), [left.unfinished[name] for name in total])
+        losses.append(left.loss)
+        counts += [] if left.counted is None else [left.counted]
+        del left  # the next one needs the memory
     if len(totals) == 1:
-        return _joined(done, finished(total, ran.signature, ran.finish), adds)
+        ((signature, (total, finish_one)),) = totals.items()
+        return _joined(losses, counts, finished(total, signature, finish_one), adds)
 
     def finish(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         gradients: dict[str, Tensor] = {}
-        for index, (summed, ran) in enumerate(totals.values()):
-            for name, gradient in ran.finish({key: values[f"{index} {key}"] for key in summed}).items():
+        for index, (summed, finish_one) in enumerate(totals.values()):
+            for name, gradient in finish_one({key: values[f"{index} {key}"] for key in summed}).items():
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
         return gradients
 
     groups = enumerate(total for total, _ in totals.values())
     combined = {f"{index} {name}": value for index, total in groups for name, value in total.items()}
-    return _joined(done, finished(combined, tuple(totals), finish), adds)
+    return _joined(losses, counts, finished(combined, tuple(totals), finish), adds)
 
 
 def joined_loss(losses: Sequence[Tensor], adds: bool) -> Tensor:
@@ -143,12 +182,12 @@ def joined_loss(losses: Sequence[Tensor], adds: bool) -> Tensor:
 
 
 def _joined(
-    done: Sequence[MicrobatchResult], gradients: Mapping[str, Tensor], adds: bool
+    losses: Sequence[Tensor], counts: Sequence[Tensor], gradients: Mapping[str, Tensor], adds: bool
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """The loss of the step. Gradients that were weighed by counts are divided by that of all."""
-    if done[0].counted is None:
-        return joined_loss([part.loss for part in done], adds), gradients
-    losses = torch.stack([part.loss for part in done])
-    counts = torch.stack([part.counted for part in done if part.counted is not None])
-    factor = unit_of(counts[0]) / counts.sum()
-    return (losses * counts).sum() / counts.sum(), {name: gradient * factor for name, gradient in gradients.items()}
+    if not counts:
+        return joined_loss(losses, adds), gradients
+    counted = torch.stack([*counts])
+    factor = unit_of(counted[0]) / counted.sum()
+    loss = (torch.stack([*losses]) * counted).sum() / counted.sum()
+    return loss, {name: gradient * factor for name, gradient in gradients.items()}

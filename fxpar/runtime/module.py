@@ -8,41 +8,28 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxpar.checkpoint.rank_tensors import RankTensors, named_tensors
 from fxpar.checkpoint.safetensors_files import Checkpoint
 from fxpar.checkpoint.state_dicts import fingerprints
 from fxpar.cost import Report, make_report
-from fxpar.errors import InputError, shown
-from fxpar.ir.program import PRECISION_DTYPES, Program
-from fxpar.ir.step import is_mixed, main_dtype
-from fxpar.layout.layout import Layout
+from fxpar.errors import InputError
+from fxpar.ir.program import Program
 from fxpar.manager import Pass
 from fxpar.plan.plan import Plan
 from fxpar.runtime import batch as calls
-from fxpar.runtime.expert_loads import Budget, gathered
-from fxpar.runtime.forward_backward import ForwardBackward
-from fxpar.runtime.grad_buffers import Buffers
-from fxpar.runtime.graphs.full import Ending
-from fxpar.runtime.graphs.graph_cache import GraphFigures, Graphs
-from fxpar.runtime.init_parameters import adopt, held_by, line_of
+from fxpar.runtime.graphs.full import graphs_of
+from fxpar.runtime.graphs.graph_cache import GraphFigures
 from fxpar.runtime.inputs import Inputs
 from fxpar.runtime.mailboxes import Mailboxes
-from fxpar.runtime.meta_model import seal
 from fxpar.runtime.outputs import returned
-from fxpar.runtime.parameters import Copies, check_scaler
-from fxpar.runtime.pipeline import Pipeline, join
-from fxpar.runtime.programs import Programs, own_stages
-from fxpar.runtime.random_state import RandomState
+from fxpar.runtime.programs import Programs
 from fxpar.runtime.rank_consensus import together
-from fxpar.runtime.refusals import Settings
-from fxpar.runtime.runner import Runner
-from fxpar.runtime.stateful import Optimizers, Stateful
+from fxpar.runtime.runner import ForwardBackward, Runner
+from fxpar.runtime.stateful import Stateful
 from fxpar.runtime.training import StepFlags, Training, check_norm
 from fxpar.runtime.world import World
 
@@ -81,73 +68,30 @@ class ParallelModule(Stateful):
         checkpoint: Checkpoint | None = None,
         check_inputs: bool = True,
     ) -> None:
-        super().__init__()
-        self.plan, self.world = plan, world
-        self._random = RandomState(plan.seed, world.device)
-        self.saved_names = list(model.state_dict().keys())
-        self._shapes = {name: tuple(entry.tensor.shape) for entry in named_tensors(model) for name in entry.names}
-        self._graphs = Graphs(plan.cuda_graphs, world.device, world.agreement.enter) if plan.cuda_graphs.is_on else None
+        super().__init__(model, plan, world)
+        random = self._random
+        world.agreement.step = lambda: random.step
+        self._takes_lists = isinstance(example, list)
+        self._graphs = graphs_of(plan.cuda_graphs, world.device, world.agreement.enter)
         self._mailboxes = Mailboxes(plan, world)
         self._programs = Programs(model, plan, world, loss, passes, self._graphs, self._mailboxes)
-        options = {"option check_inputs": str(check_inputs)}
-        self._takes_lists = isinstance(example, list)
-        self._programs.start(model, calls.canonical(example), {**options, **fingerprints(model)})
+        facts = {"option check_inputs": str(check_inputs), **fingerprints(model)}
+        self._programs.start(model, calls.canonical(example), facts)
+        settings = self._adopt(model, checkpoint)
+        self._runner = Runner(self, random, is_graphed=self._graphs.is_on)
         inputs = Inputs(world) if check_inputs and world.size > 1 else None
-        with torch.device("cpu"):  # and not that of a context in which the model was built
-            self.line = line_of(self, model, self._programs.places)
-            skeleton = self._programs.skeleton
-            self.loading, settings = adopt(self, model, skeleton, main_dtype(plan), checkpoint)
-        self._programs.follow(self)
-        self._copies = Copies(PRECISION_DTYPES[plan.precision]) if is_mixed(plan) else None
-        self._gradients = Buffers(self._graphs is not None, plan.pp > 1)
-        buffers, foreign = self._gradients, self._programs.foreign
-        agreement, random = world.agreement, self._random
-        agreement.step = lambda: random.step
-        runner = Runner(self, self.shape_of, self._copies, random, world.device, buffers, foreign, agreement)
-        self._waiting = runner.waiting
-        self._batches = ForwardBackward(self._programs, inputs, runner, loss)
-        expire = (lambda: None) if self._copies is None else self._copies.expire
-        self._pipeline = Pipeline(plan, world, runner.waiting, self._programs.first.program) if plan.pp > 1 else None
-        runner.evaluation = None if self._pipeline is None else self._pipeline.evaluation
-        gather = partial(gathered, world=world, plan=plan)
-        budget = None if plan.receive_budget is None else Budget(plan, world)
-        training = (self._random, self._gradients, self._graphs, expire, self._pipeline, gather, budget)
-        self._training = Training(runner.tensors, self._batches, runner.waiting, *training)
-        Optimizers(model, world.agreement).watch(self)
+        self._batches = ForwardBackward(self._programs, self._runner, loss, inputs)
+        self._training = Training(
+            plan,
+            world,
+            self._programs.first.program,
+            runner=self._runner,
+            batches=self._batches,
+            random=random,
+            graphs=self._graphs,
+        )
         self._flags = StepFlags()
-        self._settings = Settings(self, settings)
-        seal(self, settings, world.device)
-
-    @property
-    def layouts(self) -> dict[str, Layout]:
-        """Layout of each parameter, buffer and constant by its first name."""
-        return self._programs.layouts
-
-    # ------------------------------------------------------------------ weights
-
-    @property
-    def foreign(self) -> frozenset[str]:
-        """First names of the parameters that other ranks of the pipeline hold, and this one does not."""
-        return self._programs.foreign
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """The stages of the pipeline that this rank holds, in their order; empty without one."""
-        return own_stages(self.plan, self.world.place)
-
-    def layout_of(self, name: str) -> Layout:
-        """Layout of a parameter or buffer under any of its names; empty for those that no program uses."""
-        return self.layouts.get(self._programs.aliases.get(name, name), Layout())
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """Whole shape of a parameter or buffer of the unsplit model.
-
-        Raises:
-            InputError: there is none of this name.
-        """
-        if name not in self._shapes:
-            raise InputError("names no parameter or buffer", where=shown(name), remedy="take one of saved_names")
-        return self._shapes[name]
+        self._seal(settings)
 
     # ------------------------------------------------------------------ calls
 
@@ -198,17 +142,11 @@ class ParallelModule(Stateful):
         if not torch.is_grad_enabled():
             raise InputError("gradients are off", where="train_step", remedy="leave torch.no_grad()")
         self._settings.check()
-        check_scaler(scaler, self.plan.precision, self.world.device)
+        options = self._training.options(scaler, optimizer, max_norm)
         parts = calls.microbatches(batch, self._takes_lists)
         is_list = type(batch) is list and not self._takes_lists
-        if optimizer is None and max_norm is not None:
-            raise InputError("is of an optimizer's step", where="max_norm", remedy="pass the optimizer too")
-        if max_norm is not None:
-            check_norm(max_norm)
-        if scaler is not None and self._pipeline is not None:
-            join(scaler, self.world)
         count = 1 if is_list else self.plan.microbatches
-        step = self._training.step(parts, count, Ending(scaler, optimizer, max_norm))
+        step = self._training.step(parts, count, options)
         self._flags = StepFlags(step.norm, step.is_finite)
         self._mailboxes.mark()
         return step.loss
@@ -224,20 +162,18 @@ class ParallelModule(Stateful):
 
         As of `DistributedDataParallel`: `.grad` has them behind that call alone.
         """
-        before, self._waiting.holds = self._waiting.holds, True
+        waiting = self._runner.waiting
+        before, waiting.holds = waiting.holds, True
         try:
             yield
         finally:
-            self._waiting.holds = before
+            waiting.holds = before
 
     def own_rows(self, batch: Any) -> Any:
         """This rank's rows of a batch, or of a list of microbatches, that has those of all data ranks."""
         if type(batch) is list and not self._takes_lists:
             return [self.own_rows(part) for part in batch]
         return calls.own_rows(self.program, batch, self.world.coordinates)
-
-    def _held(self) -> RankTensors:
-        return held_by(self)
 
     # ------------------------------------------------------------------ gradients
 
@@ -263,7 +199,7 @@ class ParallelModule(Stateful):
     @property
     def graph_figures(self) -> GraphFigures | None:
         """How many CUDA graphs there are by now, and what they took; None where the plan has none."""
-        return None if self._graphs is None else self._graphs.figures
+        return self._graphs.figures
 
     def close(self) -> None:
         """Frees the CUDA graphs and the memory that ranks copy into; the weights stay.
@@ -272,8 +208,7 @@ class ParallelModule(Stateful):
         Graphs hold the communicators of process groups: call it before `dist.destroy_process_group()`. At the end of a
         process it is called by itself.
         """
-        if self._graphs is not None:
-            self._graphs.close()
+        self._graphs.close()
         self._mailboxes.close()
 
     def report(self, sizes: Mapping[str, int] | None = None, optimizer: str = "adamw") -> Report:

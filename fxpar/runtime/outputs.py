@@ -6,7 +6,6 @@ Enters: a rank's results by name. Leaves: the nest that the author's forward ret
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -22,8 +21,8 @@ from fxpar.layout.shards import without_padding
 from fxpar.layout.symbolic_sizes import Size, evaluate
 from fxpar.mesh.axes import PURPOSES, Cuts
 from fxpar.ops.collectives import Cut, Group, gather_whole, take_own
+from fxpar.runtime.bound_batch import BoundBatch
 from fxpar.runtime.inputs import data_part
-from fxpar.runtime.programs import BoundBatch
 from fxpar.runtime.world import World
 
 
@@ -161,30 +160,22 @@ class _Gathered(torch.autograd.Function):
 Backward = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
-@dataclass
-class PendingBackward:
-    """A backward that is to come, once.
-
-    Attributes:
-        names: of the outputs.
-        parameters: names of the leaves.
-        run: the backward; None when it has run.
-    """
-
-    names: tuple[str, ...]
-    parameters: tuple[str, ...]
-    run: Backward | None
-
-
 class StepNode(torch.autograd.Function):
     """The outputs of a step; its backward."""
 
     @staticmethod
-    def forward(ctx: Any, pending: PendingBackward, outputs: Sequence[Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
-        """The outputs, which are there already."""
+    def forward(
+        ctx: Any, run: Backward, outputs: Mapping[str, Tensor], parameters: Sequence[str], *leaves: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The outputs, which are there already.
+
+        Args:
+            run: the backward, which is run once.
+            parameters: names of the leaves.
+        """
         ctx.set_materialize_grads(False)
-        ctx.pending = pending
-        return tuple(output.detach() for output in outputs)
+        ctx.run, ctx.names, ctx.parameters = run, tuple(outputs), parameters
+        return tuple(output.detach() for output in outputs.values())
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
@@ -193,23 +184,22 @@ class StepNode(torch.autograd.Function):
         Raises:
             InputError: the backward is to be differentiated, or it has run.
         """
-        pending: PendingBackward = ctx.pending
         if torch.is_grad_enabled():
             raise InputError(
                 "its gradients cannot be differentiated again: a step has no second derivative",
                 where="backward(create_graph=True)",
                 remedy="leave create_graph out; for a penalty on gradients run the model without fxpar",
             )
-        if pending.run is None:
+        if ctx.run is None:
             raise InputError(
                 "the backward of this call has run, and what it needs is freed: no graph is retained",
                 where="backward(retain_graph=True)",
                 remedy="add the losses and call backward() once, or call the model again",
             )
-        run, pending.run = pending.run, None
-        named = {name: tangent for name, tangent in zip(pending.names, tangents, strict=True) if tangent is not None}
+        run, ctx.run = ctx.run, None
+        named = {name: tangent for name, tangent in zip(ctx.names, tangents, strict=True) if tangent is not None}
         gradients = run(named) if named else {}
-        return None, None, *(gradients.get(name) for name in pending.parameters)
+        return None, None, None, *(gradients.get(name) for name in ctx.parameters)
 
 
 def differentiable(
@@ -221,6 +211,6 @@ def differentiable(
         names: those that can.
         leaves: the tensors whose gradients the backward gives, by name of the parameter.
     """
-    pending = PendingBackward(tuple(names), tuple(leaves), run)
-    tracked: Any = StepNode.apply(pending, [outputs[name] for name in names], *leaves.values())  # type: ignore[no-untyped-call]
+    chosen = {name: outputs[name] for name in names}
+    tracked: Any = StepNode.apply(run, chosen, tuple(leaves), *leaves.values())  # type: ignore[no-untyped-call]
     return {**outputs, **dict(zip(names, tracked, strict=True))}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -26,39 +25,19 @@ from fxpar.pipeline.compiler.schedules import Action, Phase, Schedule
 from fxpar.pipeline.compiler.simulation import Kind, received, sent
 from fxpar.plan.plan import Plan
 from fxpar.rewrite.loss_reduction import COUNT
+from fxpar.runtime.bound_batch import BoundBatch
 from fxpar.runtime.buffer_updates import Written
 from fxpar.runtime.evaluation import Channels, Evaluation, part_of
-from fxpar.runtime.forward_backward import Bound
 from fxpar.runtime.grad_buffers import Waiting
 from fxpar.runtime.microbatches import Microbatch, joined_loss, unit_of, weight
 from fxpar.runtime.programs import schedule_of
 from fxpar.runtime.rank_consensus import is_lost
-from fxpar.runtime.runner import Prepared
 from fxpar.runtime.steps import FinishedForward, Steps
 from fxpar.runtime.world import World
 
 # With which the backward of a microbatch ends.
 _LAST = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
 _Shapes = list[tuple[tuple[int, ...], torch.dtype]]
-
-
-@dataclass
-class _Done:
-    """What the microbatches of a step have left so far.
-
-    Attributes:
-        losses: of the last stage.
-        counts: what counted in them, where microbatches are weighed by that.
-        total: what this rank has of the gradients, by stage and name of the value.
-        last: of each stage the step that ran last.
-        gradients: of the stages whose microbatches have all run, by stage and name of the parameter.
-    """
-
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    counts: dict[int, Tensor] = field(default_factory=dict)
-    total: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    last: dict[int, FinishedForward] = field(default_factory=dict)
-    gradients: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
 class Pipeline:
@@ -99,8 +78,7 @@ class Pipeline:
     @torch.no_grad()
     def step(
         self,
-        bounds: Sequence[Bound],
-        ready: Sequence[Prepared],
+        calls: Sequence[BoundBatch],
         state: Callable[[], Tensor],
         scaler: torch.amp.GradScaler | None,
         new: Written,
@@ -108,8 +86,7 @@ class Pipeline:
         """Forward and backward of all microbatches, and the gradients of this rank's parameters by name.
 
         Args:
-            bounds: the microbatches; all ranks of a pipeline have the same.
-            ready: what each takes of this rank's own.
+            calls: the microbatches, bound to this rank's weights; all ranks of a pipeline have the same.
             state: gives the random state of the step.
             scaler: scales what is differentiated.
             new: takes the values of the buffers that any stage writes.
@@ -117,9 +94,9 @@ class Pipeline:
         Raises:
             InputError: microbatches that leave other gradients, or nothing to train.
         """
-        schedule = self.schedule(len(bounds))
+        schedule = self.schedule(len(calls))
         self._world.agreement.enter()
-        run = _PipelineStep(self, schedule, bounds, ready, self._random_state(bounds, state), scaler, new)
+        run = _PipelineStep(self, schedule, calls, self._random_state(calls, state), scaler, new)
         actions = schedule.ranks[self._world.place]
         ends = {action.stage: action for action in actions if action.phase in _LAST}.values()
         for action in actions:
@@ -130,13 +107,13 @@ class Pipeline:
                     raise
                 raise dist.DistError(f"{_said(action)}: {str(error).splitlines()[0]}") from error
             if self._waiting.is_idle and action in ends:
-                self._reduce(run.done, action.stage)
+                self._reduce(run, action.stage)
         self._channels.finish()
         if self._side is not None:
             torch.cuda.current_stream(self._world.device).wait_stream(self._side)
         gradients = self._finished(run)
-        self._share(bounds, ready[0], new)
-        loss, factor = self._loss(run, bounds[0])
+        self._share(calls, new)
+        loss, factor = self._loss(run, calls[0])
         return loss, {name: g if factor is None else g * factor for name, g in gradients.items()}
 
     @property
@@ -150,77 +127,76 @@ class Pipeline:
         dist.all_reduce(total, group=process_group(self._world.groups["pp"]))
         return total.sqrt()
 
-    def _random_state(self, bounds: Sequence[Bound], state: Callable[[], Tensor]) -> Tensor | None:
-        draws = any(entry.path == RNG_PATH for bound in bounds for entry in bound.call.compiled.program.inputs)
+    def _random_state(self, calls: Sequence[BoundBatch], state: Callable[[], Tensor]) -> Tensor | None:
+        draws = any(call.compiled.random_inputs for call in calls)
         # As without a pipeline: several microbatches are a step that is counted, whatever they draw.
-        return state() if draws or len(bounds) > 1 else None
+        return state() if draws or len(calls) > 1 else None
 
-    def _reduce(self, done: _Done, stage: int) -> None:
+    def _reduce(self, run: _PipelineStep, stage: int) -> None:
         """The gradients of a stage, summed over data ranks beside what other stages have yet to compute."""
         if self._side is None:
-            done.gradients[stage] = done.last[stage].parameter(done.total[stage])
+            run.gradients[stage] = run.last[stage].parameter(run.total[stage])
             return
         main = torch.cuda.current_stream(self._world.device)
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):
-            gradients = done.last[stage].parameter(done.total[stage])
+            gradients = run.last[stage].parameter(run.total[stage])
         for value in gradients.values():
             value.record_stream(main)
-        done.gradients[stage] = gradients
+        run.gradients[stage] = gradients
 
     def _finished(self, run: _PipelineStep) -> dict[str, Tensor]:
         """The gradients of what the microbatches have left: summed over data ranks, then over stages."""
-        done, ready, call = run.done, run.ready[0], run.bounds[0].call
-        trained = {fqn for stage, _ in call.ready.stages.values() for fqn in stage.trained if fqn in ready.leaves}
+        call = run.calls[0]
+        trained = {fqn for stage, _ in call.ready.stages.values() for fqn in stage.trained if fqn in call.leaves}
 
         def zeros(fqn: str) -> Tensor:
             node = next(p.node for p in call.compiled.program.parameters if p.fqn == fqn)
-            return torch.zeros_like(ready.values[node], dtype=ready.leaves[fqn].dtype)
+            return torch.zeros_like(call.values[node], dtype=call.leaves[fqn].dtype)
 
-        totals = {f"{stage} {name}": value for stage, total in done.total.items() for name, value in total.items()}
-        signature: Hashable = tuple((stage, pending.step.signature) for stage, pending in done.last.items())
+        totals = {f"{stage} {name}": value for stage, total in run.total.items() for name, value in total.items()}
+        signature: Hashable = tuple((stage, pending.step.signature) for stage, pending in run.last.items())
 
         def finish(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
             gradients: dict[str, Tensor] = {}
-            for stage, pending in sorted(done.last.items()):
-                local = {name: values[f"{stage} {name}"] for name in done.total[stage]}
-                reduced = done.gradients[stage] if stage in done.gradients else pending.parameter(local)
+            for stage, pending in sorted(run.last.items()):
+                local = {name: values[f"{stage} {name}"] for name in run.total[stage]}
+                reduced = run.gradients[stage] if stage in run.gradients else pending.parameter(local)
                 for fqn, gradient in reduced.items():
                     gradients[fqn] = gradients[fqn] + gradient if fqn in gradients else gradient
             return self.shared.summed(gradients, trained, zeros)
 
         return dict(self._waiting.finished(totals, signature, finish))
 
-    def _share(self, bounds: Sequence[Bound], ready: Prepared, new: Written) -> None:
+    def _share(self, calls: Sequence[BoundBatch], new: Written) -> None:
         """Gives all ranks of the pipeline the new values of buffers; all have the same programs."""
         like: dict[str, Tensor] = {}
         maker: dict[str, int] = {}
-        for bound in bounds:
-            rank_of = self.schedule(len(bounds)).rank_of
-            program = bound.call.compiled.program
-            nodes = written(program)
-            for number, (stage, _) in bound.call.ready.stages.items():
+        rank_of = self.schedule(len(calls)).rank_of
+        for call in calls:
+            nodes = written(call.compiled.program)
+            for number, (stage, _) in call.ready.stages.items():
                 maker |= {fqn: rank_of[number] for fqn in nodes if buffer_name(fqn) in stage.program.outputs}
-            like |= {fqn: ready.values[node] for fqn, node in nodes.items()}
+            like |= {fqn: call.values[node] for fqn, node in nodes.items()}
         new.share(self._world, maker, like)
 
-    def _loss(self, run: _PipelineStep, bound: Bound) -> tuple[Tensor, Tensor | None]:
+    def _loss(self, run: _PipelineStep, call: BoundBatch) -> tuple[Tensor, Tensor | None]:
         """The loss of the step on all ranks; where gradients were weighed by counts, what they are multiplied by."""
-        kind = tensor_type(bound.call.compiled.program.output_nodes()[bound.loss])
-        is_counted = COUNT in bound.call.compiled.program.outputs
+        kind = tensor_type(call.compiled.program.output_nodes()[call.loss])
+        is_counted = COUNT in call.compiled.program.outputs
         loss_and_factor = torch.ones(2, dtype=torch.float64, device=self._world.device)
         holder = run.schedule.rank_of[-1]
         if self._world.place == holder:
-            losses = [run.done.losses[i] for i in range(len(run.bounds))]
-            if is_counted and len(run.bounds) > 1:
-                counts = torch.stack([run.done.counts[i] for i in range(len(run.bounds))])
+            losses = [run.losses[i] for i in range(len(run.calls))]
+            if is_counted and len(run.calls) > 1:
+                counts = torch.stack([run.counts[i] for i in range(len(run.calls))])
                 loss_and_factor[0] = (torch.stack(losses) * counts).sum() / counts.sum()
                 assert run.unit is not None
                 loss_and_factor[1] = unit_of(run.unit) / counts.sum()
             else:
-                loss_and_factor[0] = joined_loss(losses, bound.adds)
+                loss_and_factor[0] = joined_loss(losses, call.adds)
         dist.broadcast(loss_and_factor, self._world.line[holder], process_group(self._world.groups["pp"]))
-        return loss_and_factor[0].to(kind.dtype), loss_and_factor[1] if is_counted and len(run.bounds) > 1 else None
+        return loss_and_factor[0].to(kind.dtype), loss_and_factor[1] if is_counted and len(run.calls) > 1 else None
 
 
 def _said(action: Action) -> str:
@@ -235,23 +211,32 @@ class _PipelineStep:
 
     Args:
         state: random state, i64[3]; None where nothing draws.
+
+    Attributes:
+        losses: of the microbatches so far, on the last stage.
+        counts: what counted in them, where microbatches are weighed by that.
+        total: what this rank has of the gradients, by stage and name of the value.
+        last: of each stage the step that ran last.
+        gradients: of the stages whose microbatches have all run, by stage and name of the parameter.
+        unit: what counted in the microbatch whose loss was there first.
     """
 
     def __init__(
         self,
         pipeline: Pipeline,
         schedule: Schedule,
-        bounds: Sequence[Bound],
-        ready: Sequence[Prepared],
+        calls: Sequence[BoundBatch],
         state: Tensor | None,
         scaler: torch.amp.GradScaler | None,
         new: Written,
     ) -> None:
-        self._channels, self.schedule, self.bounds = pipeline._channels, schedule, bounds
-        self._new = new
-        self.ready, self._state, self._scaler = ready, state, scaler
-        self.done = _Done()
-        # What counted in the microbatch whose loss was there first.
+        self._channels, self.schedule, self.calls = pipeline._channels, schedule, calls
+        self._new, self._state, self._scaler = new, state, scaler
+        self.losses: dict[int, Tensor] = {}
+        self.counts: dict[int, Tensor] = {}
+        self.total: dict[int, dict[str, Tensor]] = {}
+        self.last: dict[int, FinishedForward] = {}
+        self.gradients: dict[int, Mapping[str, Tensor]] = {}
         self.unit: Tensor | None = None
         self._flying: dict[tuple[int, int], FinishedForward] = {}
         # What stays on this rank: by kind, sending stage and microbatch.
@@ -268,7 +253,7 @@ class _PipelineStep:
             self._add(action, pending, pending.weight_backward())
 
     def _stage(self, action: Action) -> tuple[Stage, Steps]:
-        stage, steps = self.bounds[action.microbatch].call.ready.stages[action.stage]
+        stage, steps = self.calls[action.microbatch].ready.stages[action.stage]
         assert steps is not None, "a rank runs its own stages alone"
         return stage, steps
 
@@ -287,22 +272,22 @@ class _PipelineStep:
 
     def _forward(self, action: Action) -> None:
         stage, steps = self._stage(action)
-        bound = self.bounds[action.microbatch]
+        call = self.calls[action.microbatch]
         values = self._sources(action, stage, steps)
         if stage.received:
             entries = {entry.node: entry for entry in stage.program.inputs}
-            shapes = [part_of(stage.program, entries[node].node, bound.call.sizes) for node in stage.received.values()]
+            shapes = [part_of(stage.program, entries[node].node, call.sizes) for node in stage.received.values()]
             taken = self._take(action, Kind.ACTIVATION, stage.number - 1, shapes)
             values |= dict(zip(stage.received.values(), taken, strict=True))
-        leaves = frozenset(self.ready[action.microbatch].leaves) & {p.fqn for p in stage.program.parameters}
+        leaves = frozenset(call.leaves) & {p.fqn for p in stage.program.parameters}
         new = filter(is_buffer, stage.program.outputs)
-        names = (*stage.sent, *(n for n in (bound.loss, COUNT) if n in stage.program.outputs), *new)
+        names = (*stage.sent, *(n for n in (call.loss, COUNT) if n in stage.program.outputs), *new)
         step = steps.step(stage.tangents, leaves, names)
-        pending = steps.run(bound.call.sizes, step, values, whole=False, rows=bound.call.rows)
-        if bound.loss in stage.program.outputs:
-            self.done.losses[action.microbatch] = pending.outputs[bound.loss]
+        pending = steps.run(call.sizes, step, values, whole=False, rows=call.rows)
+        if call.loss in stage.program.outputs:
+            self.losses[action.microbatch] = pending.outputs[call.loss]
             if COUNT in stage.program.outputs:
-                self.done.counts[action.microbatch] = pending.outputs[COUNT]
+                self.counts[action.microbatch] = pending.outputs[COUNT]
         if stage.sent:
             self._give(action, Kind.ACTIVATION, [pending.outputs[name] for name in stage.sent])
         self._new.add(pending.outputs)
@@ -311,39 +296,38 @@ class _PipelineStep:
 
     def _sources(self, action: Action, stage: Stage, steps: Steps) -> dict[str, Any]:
         """What a stage takes besides what it receives."""
-        call = self.bounds[action.microbatch].call
-        ready = self._new.read(call.compiled.program, self.ready[action.microbatch])
+        call = self._new.read(self.calls[action.microbatch])
         sources: dict[str, Any] = {}
         for entry in stage.program.inputs:
             if entry.path == RNG_PATH:
                 assert self._state is not None
-                sources[entry.node] = Microbatch(action.microbatch, len(self.bounds), self._state).random_state
+                sources[entry.node] = Microbatch(action.microbatch, len(self.calls), self._state).random_state
             elif not received_name(entry.path):
-                sources[entry.node] = ready.values[entry.node]
-        sources |= {p.node: ready.values[p.node] for p in stage.program.parameters}
+                sources[entry.node] = call.values[entry.node]
+        sources |= {p.node: call.values[p.node] for p in stage.program.parameters}
         places = dict(zip(call.ready.lowered.places, call.places, strict=True))
         sources |= {name: places[name] for name in steps.lowered.places}
         return sources
 
     def _input_backward(self, action: Action) -> None:
         stage, _ = self._stage(action)
-        bound, pending = self.bounds[action.microbatch], self._flying[action.stage, action.microbatch]
+        call, pending = self.calls[action.microbatch], self._flying[action.stage, action.microbatch]
         tangents: dict[str, Tensor] = {}
         names = [name for name in stage.tangents if name in stage.sent]
         if names:
             nodes = stage.program.output_nodes()
-            shapes = [part_of(stage.program, nodes[name].name, bound.call.sizes) for name in names]
+            shapes = [part_of(stage.program, nodes[name].name, call.sizes) for name in names]
             tangents |= dict(zip(names, self._take(action, Kind.GRADIENT, stage.number + 1, shapes), strict=True))
-        if bound.loss in stage.tangents:
-            tangents[bound.loss] = self._share(action.microbatch, pending.outputs[bound.loss])
+        if call.loss in stage.tangents:
+            tangents[call.loss] = self._share(action.microbatch, pending.outputs[call.loss])
         gradients = pending.input_backward(tangents)
         if stage.returned:
             self._give(action, Kind.GRADIENT, [gradients[name] for name in stage.returned.values()])
 
     def _share(self, microbatch: int, loss: Tensor) -> Tensor:
         """The gradient of a microbatch's loss, of that of the step."""
-        counted = self.done.counts.get(microbatch)
-        count, adds = len(self.bounds), self.bounds[microbatch].adds
+        counted = self.counts.get(microbatch)
+        count, adds = len(self.calls), self.calls[microbatch].adds
         share = torch.ones_like(loss)
         if count > 1:
             assert self._state is not None
@@ -352,7 +336,7 @@ class _PipelineStep:
         return share if self._scaler is None else self._scaler.scale(share)
 
     def _add(self, action: Action, pending: FinishedForward, gradients: Mapping[str, Tensor]) -> None:
-        before = self.done.last.get(action.stage)
+        before = self.last.get(action.stage)
         if before is not None and before.step.signature != pending.step.signature:
             raise InputError(
                 "leaves other gradients than another",
@@ -362,11 +346,11 @@ class _PipelineStep:
         local = {name: gradients[name] for name in pending.step.unfinished}
         if before is None:
             # Clones: some are views, and what is added to must be this rank's own.
-            self.done.total[action.stage] = {name: value.clone() for name, value in local.items()}
+            self.total[action.stage] = {name: value.clone() for name, value in local.items()}
         elif local:
-            total = self.done.total[action.stage]
+            total = self.total[action.stage]
             torch._foreach_add_(list(total.values()), [local[name] for name in total])
-        self.done.last[action.stage] = pending
+        self.last[action.stage] = pending
 
 
 # ---------------------------------------------------------------------- scaling

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -28,10 +28,8 @@ from fxpar.layout.layout import Layout
 from fxpar.layout.symbolic_sizes import names, shape_text
 from fxpar.manager import Pass
 from fxpar.mesh.axes import Cuts, axis_that
-from fxpar.ops.lower import Lowered
 from fxpar.passes import insert_collectives
 from fxpar.passes.annotate import annotate, keeping
-from fxpar.passes.differentiate import is_differentiable
 from fxpar.passes.divide_batch import of_all_ranks
 from fxpar.passes.partition_stages import holding, partition_stages
 from fxpar.pipeline.compiler.builtin_schedules import SCHEDULES, build_schedule
@@ -40,7 +38,8 @@ from fxpar.pipeline.compiler.simulation import verified
 from fxpar.plan.plan import Plan
 from fxpar.runtime import batch as calls
 from fxpar.runtime import variable_batches
-from fxpar.runtime.graphs.graph_cache import Graphs
+from fxpar.runtime.bound_batch import BoundBatch, Compiled
+from fxpar.runtime.graphs.graph_cache import NoGraphs
 from fxpar.runtime.inputs import Shapes
 from fxpar.runtime.mailboxes import Mailboxes
 from fxpar.runtime.meta_model import skeleton_of
@@ -50,75 +49,6 @@ from fxpar.text.printing import print_program
 from fxpar.verify.faithful import compare, compare_filled, findings
 
 _TRAINING = attrgetter("training")
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A program for one mode and one structure of the batch, ready to run.
-
-    Attributes:
-        ready: as a rank runs it where all bring as many rows; `uneven` where they do not, made on first use.
-        constants: the program's constants on the device.
-        indices: the rank's index on each axis, on the device.
-        differentiated: whether it was made for steps; `is_differentiable` says whether it is fit for them.
-        admitted: sizes at which the trace is known to be the model.
-        padded: inputs of which it is known that what pads them does not matter.
-        spare: the same with buffers of as many places as rows may need, where the plan has a budget; made on first use.
-    """
-
-    captured: Captured
-    program: Program
-    ready: Steps
-    constants: Mapping[str, Tensor]
-    indices: tuple[Tensor, ...]
-    differentiated: bool = True
-    uneven: list[Steps] = field(default_factory=list)
-    admitted: set[tuple[int, ...]] = field(default_factory=set)
-    padded: set[str] = field(default_factory=set)
-    spare: list[Compiled] = field(default_factory=list)
-
-    @property
-    def lowered(self) -> Lowered:
-        """The module that runs where all ranks bring as many rows."""
-        return self.ready.lowered
-
-    @cached_property
-    def is_differentiable(self) -> bool:
-        """Whether its steps are for all sizes that it admits."""
-        return self.differentiated or is_differentiable(self.program)
-
-    def admits(self, sizes: Mapping[str, int]) -> bool:
-        """Whether the program is the model for inputs of these sizes."""
-        key = tuple(sizes.values())
-        if key not in self.admitted:
-            conditions = self.captured.program.conditions
-            if self.captured.spec.admits(sizes) and all(condition.holds(sizes) for condition in conditions):
-                self.admitted.add(key)
-        return key in self.admitted
-
-
-@dataclass(frozen=True)
-class BoundBatch:
-    """A batch bound to its program.
-
-    Attributes:
-        ready: what runs.
-        inputs: by path, on the device.
-        sizes: values of the symbols, of what this rank brings.
-        places: the rank's index on each axis and, where ranks bring other numbers of rows, how many all bring and those
-            before this one: the last inputs of the module.
-        fills: inputs as they may be as well, where some were made longer, by path; `unproven` are these.
-        rows: of each data rank, where they differ.
-    """
-
-    compiled: Compiled
-    ready: Steps
-    inputs: Mapping[str, Tensor]
-    sizes: Mapping[str, int]
-    places: tuple[Tensor, ...]
-    fills: Mapping[str, Tensor] = field(default_factory=dict)
-    unproven: frozenset[str] = frozenset()
-    rows: tuple[int, ...] = ()
 
 
 class Programs:
@@ -137,8 +67,8 @@ class Programs:
         world: World,
         loss: Callable[[Any, Any], Tensor] | str | None,
         passes: Sequence[Pass],
-        graphs: Graphs | None = None,
-        mailboxes: Mailboxes | None = None,
+        graphs: NoGraphs,
+        mailboxes: Mailboxes,
     ) -> None:
         self.skeleton = skeleton_of(model, PRECISION_DTYPES[plan.precision])
         self.layouts: dict[str, Layout] = {}
@@ -240,7 +170,7 @@ class Programs:
         if shapes is None:
             return self._bound(batch, with_loss, differentiated)
         compiled = self._bound(variable_batches.largest(batch, shapes), with_loss, differentiated).compiled
-        fitted = variable_batches.brought(compiled, batch, shapes, self._world)
+        fitted = variable_batches.fit_batch(compiled, batch, shapes, self._world)
         inputs = self._inputs(compiled, fitted.batch)
         sizes = calls.sizes_of(compiled.program, inputs)
         assert sizes is not None, "a program does not fit a batch that was made to fit"
@@ -535,7 +465,7 @@ def check_count(known: Sequence[Compiled], batch: Any, most: int) -> None:
 
 
 def size_programs(known: Mapping[Any, Sequence[Compiled]]) -> tuple[str, ...]:
-    """Of modes and structures with several programs, or one that is for some sizes alone: the sizes of each."""
+    """Returns the sizes of each program, of modes and structures with several, or with one for some sizes alone."""
     texts = []
     for programs in known.values():
         is_one = len(programs) == 1 and not programs[0].captured.fixed and not programs[0].program.conditions
@@ -567,7 +497,7 @@ def schedule_of(plan: Plan, microbatches: int) -> Schedule:
 
 
 def rank_of(plan: Plan) -> tuple[int, ...]:
-    """Of each stage of a pipeline the place of the rank that holds it."""
+    """Returns, for each stage of a pipeline, the place of the rank that holds it."""
     return schedule_of(plan, plan.microbatches).rank_of
 
 

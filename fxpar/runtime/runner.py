@@ -5,81 +5,53 @@ Enters: a module, and calls that are bound to their programs. Leaves: the output
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxpar.checkpoint.sharded import Sharded, leaf_of
 from fxpar.errors import InputError
-from fxpar.ir.program import Parameter
-from fxpar.ir.step import RNG_PATH, is_buffer, is_copy, is_counted, written
+from fxpar.ir.program import PRECISION_DTYPES, Parameter
+from fxpar.ir.step import is_buffer, is_copy, is_counted, is_mixed, written
 from fxpar.rewrite.loss_reduction import COUNT
+from fxpar.runtime import batch as calls
+from fxpar.runtime.bound_batch import BoundBatch
 from fxpar.runtime.buffer_updates import Written
 from fxpar.runtime.evaluation import Evaluation
 from fxpar.runtime.grad_buffers import Buffers, Placing, TensorAddresses, Waiting
-from fxpar.runtime.microbatches import Microbatch, Ran
+from fxpar.runtime.inputs import Inputs, Shapes
+from fxpar.runtime.microbatches import Microbatch, MicrobatchResult, weight
 from fxpar.runtime.outputs import differentiable
 from fxpar.runtime.parameters import Copies, Tensors
-from fxpar.runtime.programs import BoundBatch
+from fxpar.runtime.programs import Programs
 from fxpar.runtime.random_state import RandomState
-from fxpar.runtime.rank_consensus import Agreement
+from fxpar.runtime.stateful import Stateful
 
 
 @dataclass(frozen=True)
-class _Owned:
-    """What a program takes of a module's own, which is looked at again where something was exchanged.
+class _Weights:
+    """Says what a program takes of a module's weights, which is looked at again where something was exchanged.
 
     Attributes:
         values: by name of the placeholder.
         leaves: those that are trained, by name of the parameter.
         seen: the leaf of each value.
-        state: of these, where they lie and whether they are trained.
+        addresses: of these, where they lie and whether they are trained.
         version: of the module's tensors.
     """
 
     values: dict[str, Tensor]
     leaves: dict[str, Tensor]
     seen: tuple[Tensor, ...]
-    state: TensorAddresses
+    addresses: TensorAddresses
     version: int
 
     def holds(self, version: int) -> bool:
         """Whether it is so still."""
-        return self.version == version and self.state.holds(self.seen)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a call takes.
-
-    Attributes:
-        values: by name of the placeholder, but for the random state.
-        leaves: the tensors that require gradients, by name of the parameter.
-        random: names of the placeholders of the random state.
-        others: those of the values that are none of the module's own.
-        placed: where its own lie.
-    """
-
-    values: dict[str, Any]
-    leaves: dict[str, Tensor]
-    random: tuple[str, ...]
-    others: Mapping[str, Any]
-    placed: TensorAddresses
-
-    def of(self, call: BoundBatch) -> Prepared:
-        """What another call of the same program takes."""
-        inputs = {
-            entry.node: call.inputs[entry.path] for entry in call.compiled.program.inputs if entry.path != RNG_PATH
-        }
-        inputs.update(zip(call.ready.lowered.places, call.places, strict=True))
-        return replace(self, values={**self.values, **inputs}, others={**self.others, **inputs})
-
-    def drawing(self, state: Callable[[], Tensor]) -> dict[str, Any]:
-        """The values with the random state, which is asked for where there are draws."""
-        return {**self.values, **{name: state() for name in self.random}}
+        return self.version == version and self.addresses.holds(self.seen)
 
 
 class Runner:
@@ -87,14 +59,14 @@ class Runner:
 
     Args:
         module: has its parameters and buffers by now.
-        shape_of: whole shape of each by name.
-        copies: of its main values, on which programs run in mixed precision.
         random: the state of calls that are no microbatch.
-        buffers: where gradients of whole steps go.
-        foreign: names of the parameters that other ranks of a pipeline hold.
-        agreement: of the ranks, who all make the same calls, and run their backwards in the same order.
+        is_graphed: whether steps are replayed.
 
     Attributes:
+        tensors: of the module.
+        copies: of its main values, on which programs run in mixed precision; None in one precision.
+        buffers: where gradients of whole steps go.
+        waiting: gradients that are not summed over the ranks yet.
         evaluation: runs the stages of a pipeline without a backward; None without one.
     """
 
@@ -102,27 +74,20 @@ class Runner:
 
     def __init__(
         self,
-        module: nn.Module,
-        shape_of: Callable[[str], tuple[int, ...]],
-        copies: Copies | None,
+        module: Stateful,
         random: RandomState,
-        device: torch.device,
-        buffers: Buffers,
-        foreign: frozenset[str],
-        agreement: Agreement,
+        *,
+        is_graphed: bool,
     ) -> None:
-        self._foreign, self._agreement = foreign, agreement
-        self._module, self._shape_of, self._copies = module, shape_of, copies
-        self._random, self._device, self._buffers = random, device, buffers
+        plan = module.plan
+        self._module, self._shape_of, self._random = module, module.shape_of, random
+        self._foreign, self._agreement, self._device = module.foreign, module.world.agreement, module.world.device
+        self.copies = Copies(PRECISION_DTYPES[plan.precision]) if is_mixed(plan) else None
+        self.buffers = Buffers(is_graphed, plan.pp > 1)
+        self.waiting = Waiting()
         self.tensors = Tensors(module)
         self._cut = frozenset(name for name, value in self.tensors.all.items() if isinstance(value, Sharded))
-        self._owned: dict[int, _Owned] = {}
-        self._waiting = Waiting()
-
-    @property
-    def waiting(self) -> Waiting:
-        """Gradients that are not summed over the ranks yet."""
-        return self._waiting
+        self._weights: dict[int, _Weights] = {}
 
     def outputs(self, call: BoundBatch, requested: tuple[str, ...]) -> dict[str, Tensor]:
         """The wanted outputs by name, to be differentiated where gradients are on.
@@ -134,12 +99,12 @@ class Runner:
             return self._outputs(call, requested)
 
     def _outputs(self, call: BoundBatch, requested: tuple[str, ...]) -> dict[str, Tensor]:
-        ready = self.prepared(call, torch.is_grad_enabled())
+        call = self.prepared(call, torch.is_grad_enabled())
         every = (*requested, *filter(is_buffer, call.compiled.program.outputs))
         if self.evaluation is not None:
-            self.evaluation.check(call, bool(ready.leaves))
-            return self._committed(self.evaluation.outputs(call, every, ready.values, self._random.draw))
-        values, leaves = ready.drawing(self._random.draw), ready.leaves
+            self.evaluation.check(call, bool(call.leaves))
+            return self._committed(self.evaluation.outputs(call, every, self._random.draw))
+        values, leaves = call.drawing(self._random.draw), call.leaves
         steps, trained, sizes = call.ready, frozenset(leaves), call.sizes
         if not torch.is_grad_enabled() or not leaves or not steps.differentiable:
             with torch.no_grad():
@@ -148,7 +113,7 @@ class Runner:
             # The backward is to read what the forward has read.
             values |= {node: values[node].clone() for node in written(call.compiled.program).values()}
             step = steps.step(steps.expected, trained)
-            pending = steps.run(sizes, step, values, whole=self._waiting.is_idle, rows=call.rows)
+            pending = steps.run(sizes, step, values, whole=self.waiting.is_idle, rows=call.rows)
             self._committed(pending.outputs)
         versions = {name: leaf._version for name, leaf in leaves.items()}
 
@@ -170,11 +135,11 @@ class Runner:
             if names != tuple(pending.step.tangents):  # other outputs than last time: the forward has kept too little
                 steps.expected = names
                 step = steps.step(names, trained)
-                ran = steps.run(sizes, step, values, whole=self._waiting.is_idle, rows=call.rows)
-            if self._waiting.is_idle:
+                ran = steps.run(sizes, step, values, whole=self.waiting.is_idle, rows=call.rows)
+            if self.waiting.is_idle:
                 return ran.backward(tangents, whole=True)
             local_gradients = ran.backward(tangents, whole=False)
-            return self._waiting.finished(local_gradients, ran.step.signature, ran.parameter)
+            return self.waiting.finished(local_gradients, ran.step.signature, ran.parameter)
 
         names = [name for name in steps.differentiable if name in requested]
         outputs = differentiable({name: pending.outputs[name] for name in requested}, names, leaves, backward)
@@ -191,58 +156,79 @@ class Runner:
     def step(
         self,
         call: BoundBatch,
-        ready: Prepared,
-        name: str,
-        tangent: Callable[[Mapping[str, Tensor]], Tensor],
         state: Callable[[], Tensor],
         microbatch: Microbatch | None = None,
-    ) -> Ran:
-        """Forward and backward of an output.
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> MicrobatchResult:
+        """Runs forward and backward of a batch's loss.
 
         Args:
-            ready: what the call takes.
-            tangent: the gradient of the output, of the model's outputs.
+            call: as `prepared` gave it.
             state: gives the random state of the step, i64[3].
             microbatch: the call is one of several.
+            scaler: scales what is differentiated.
 
         Raises:
             InputError: nothing that requires a gradient is reached.
         """
-        values = ready.drawing(state if microbatch is None else lambda: microbatch.random_state)
-        leaves, steps = ready.leaves, call.ready
+        values = call.drawing(state if microbatch is None else lambda: microbatch.random_state)
+        name, leaves, steps = call.loss, call.leaves, call.ready
         if not leaves or name not in steps.differentiable:
             raise InputError(
                 "no parameter that the loss reaches requires a gradient", where="train_step", remedy="unfreeze some"
             )
-        whole = microbatch is None and self._waiting.is_idle
+        whole = microbatch is None and self.waiting.is_idle
         names = tuple(n for n in steps.program.outputs if n in (name, COUNT) or is_counted(n) or is_buffer(n))
         step, sizes = steps.step((name,), frozenset(leaves), names), call.sizes
-        steps.check_whole(step)
-        state_of_gradients = self._buffers.state(leaves) if whole else None
+        steps.graphs.check(step)
+        state_of_gradients = self.buffers.state(leaves) if whole else None
         pending = steps.run(sizes, step, values, whole=whole, gradients=state_of_gradients, rows=call.rows)
-        place = Placing(self._buffers, leaves) if whole else None
-        gradients = pending.backward({name: tangent(pending.outputs)}, whole=whole, place=place)
+        loss = pending.outputs[name]
+        counted = pending.outputs[COUNT] if microbatch is not None and COUNT in names else None
+        tangent = torch.ones_like(loss)
+        if microbatch is not None:
+            tangent = tangent * weight(counted, microbatch)
+        if scaler is not None:
+            tangent = scaler.scale(tangent)
+        place = Placing(self.buffers, leaves) if whole else None
+        gradients = pending.backward({name: tangent}, whole=whole, place=place)
         if whole:
-            return Ran(pending.outputs, {}, lambda total: gradients, step.signature)
-        return Ran(pending.outputs, gradients, pending.parameter, step.signature)
+            return MicrobatchResult(loss, pending.outputs, {}, lambda total: gradients, step.signature)
+        return MicrobatchResult(loss, pending.outputs, gradients, pending.parameter, step.signature, counted)
 
-    def gradients(self, call: BoundBatch, name: str) -> list[Tensor | None]:
-        """An output, new values of buffers, and what this rank has of gradients, with the bits of no counted step."""
-        microbatch = Microbatch(0, 1, self._random.peek())
-        ready = self.prepared(call, True)
-        if not ready.leaves or name not in call.ready.differentiable:
+    def gradients(self, call: BoundBatch) -> list[Tensor | None]:
+        """Returns a loss, new values of buffers, and this rank's gradients, with the bits of no counted step."""
+        call = self.prepared(call, True)
+        if not call.leaves or call.loss not in call.ready.differentiable:
             with torch.no_grad():
-                values = ready.drawing(self._random.peek)
-                names = (name, *filter(is_buffer, call.compiled.program.outputs))
+                values = call.drawing(self._random.peek)
+                names = (call.loss, *filter(is_buffer, call.compiled.program.outputs))
                 return list(call.ready.outputs(call.sizes, names, values, call.rows).values())
-        ran = self.step(
-            call, ready, name, lambda outputs: torch.ones_like(outputs[name]), self._random.peek, microbatch
-        )
-        new = [value for output, value in ran.outputs.items() if is_buffer(output)]
-        return [ran.outputs[name], *new, *ran.unfinished.values()]
+        left = self.step(call, self._random.peek, Microbatch(0, 1, self._random.peek(), adds=True))
+        new = [value for output, value in left.outputs.items() if is_buffer(output)]
+        return [left.loss, *new, *left.unfinished.values()]
 
-    def prepared(self, call: BoundBatch, differentiated: bool) -> Prepared:
-        """What a call takes.
+    def all_prepared(self, calls: Sequence[BoundBatch]) -> list[BoundBatch]:
+        """Binds the calls of a step to the module's weights; those of one program are looked at once.
+
+        Raises:
+            InputError: as of `prepared`.
+        """
+        first: dict[int, BoundBatch] = {}
+        ready = []
+        for call in calls:
+            known = first.get(id(call.ready))
+            if known is None:
+                known = first[id(call.ready)] = self.prepared(call, True)
+                ready.append(known)
+                continue
+            arguments = call.arguments
+            values, others = {**known.values, **arguments}, {**known.others, **arguments}
+            ready.append(replace(call, values=values, leaves=known.leaves, others=others, addresses=known.addresses))
+        return ready
+
+    def prepared(self, call: BoundBatch, differentiated: bool) -> BoundBatch:
+        """Binds a call to the module's weights.
 
         Raises:
             InputError: autocast is on, or a parameter was exchanged or is trainable since.
@@ -254,22 +240,21 @@ class Runner:
             )
         self.tensors.refresh()
         tensors = self.tensors.all
-        owned = self._owned.get(id(call.compiled))
-        if owned is None or not owned.holds(self.tensors.version):
-            owned = self._owned[id(call.compiled)] = self._look(call, tensors)
-        random = tuple(entry.node for entry in program.inputs if entry.path == RNG_PATH)
-        others: dict[str, Any] = {e.node: call.inputs[e.path] for e in program.inputs if e.path != RNG_PATH}
-        if self._copies is not None:
+        weights = self._weights.get(id(call.compiled))
+        if weights is None or not weights.holds(self.tensors.version):
+            weights = self._weights[id(call.compiled)] = self._look(call, tensors)
+        others = call.arguments
+        if self.copies is not None:
             local = [p for p in program.parameters if p.kind == "parameter" and p.fqn not in self._foreign]
             copied = {p.node: p.fqn for p in local if is_copy(program.plan, p.type)}
             parameters = {fqn: tensors[fqn] for fqn in copied.values()}
             others.update(
-                zip(copied, self._copies.current(parameters, self._module.training, differentiated), strict=True)
+                zip(copied, self.copies.current(parameters, self._module.training, differentiated), strict=True)
             )
-        others.update(zip(call.ready.lowered.places, call.places, strict=True))
-        return Prepared({**owned.values, **others}, owned.leaves, random, others, owned.state)
+        values = {**weights.values, **others}
+        return replace(call, values=values, leaves=weights.leaves, others=others, addresses=weights.addresses)
 
-    def _look(self, call: BoundBatch, tensors: Mapping[str, Tensor]) -> _Owned:
+    def _look(self, call: BoundBatch, tensors: Mapping[str, Tensor]) -> _Weights:
         """What a program takes of the module, and the leaves that are trained."""
         values: dict[str, Tensor] = {}
         leaves: dict[str, Tensor] = {}
@@ -286,7 +271,7 @@ class Runner:
                 leaves[parameter.fqn] = leaf
             values[parameter.node] = leaf.detach()
             seen.append(leaf)
-        return _Owned(values, leaves, tuple(seen), TensorAddresses(seen), self.tensors.version)
+        return _Weights(values, leaves, tuple(seen), TensorAddresses(seen), self.tensors.version)
 
     def _held(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """A parameter or buffer, if it is the module's own still."""
@@ -307,3 +292,156 @@ def _check_frozen(parameter: Parameter, value: Tensor) -> None:
             where=parameter.fqn,
             remedy="parallelize the model with it trainable, and freeze it afterwards",
         )
+
+
+# ---------------------------------------------------------------------- forward backward
+
+# What a call of a module does with one batch: a forward, or a forward and a backward.
+
+
+class ForwardBackward:
+    """Runs a module on single batches.
+
+    Args:
+        programs: of which each batch takes one.
+        inputs: compares the ranks' batches; None where nobody does.
+        runner: runs programs.
+        loss: what `parallelize` was given.
+    """
+
+    def __init__(self, programs: Programs, runner: Runner, loss: Any, inputs: Inputs | None) -> None:
+        self._programs, self._runner, self._loss, self._inputs = programs, runner, loss, inputs
+
+    def forward(self, batch: Any) -> tuple[BoundBatch, dict[str, Tensor]]:
+        """Returns all outputs of a batch by name, and the call that gave them.
+
+        Raises:
+            InputError: the batch does not fit the model, or what pads it matters.
+        """
+        call, _ = self._bound(batch, False, differentiated=torch.is_grad_enabled())
+        call = self._programs.with_all_places(call)
+        if call.unproven:
+            self._check_padding(replace(call, loss=self._loss_name(call, "call")))
+        outputs = call.compiled.program.outputs
+        names = tuple(n for n in outputs if n != COUNT and not is_counted(n) and not is_buffer(n))
+        return call, self._runner.outputs(call, names)
+
+    def bind(self, batch: Any) -> BoundBatch:
+        """Binds a batch whose loss is to be differentiated to its program.
+
+        Raises:
+            InputError: the batch does not fit the model, what pads it matters, or there is no loss.
+        """
+        return self._named(*self._bound(batch, callable(self._loss)))
+
+    def bind_all(self, batches: Sequence[Any]) -> list[BoundBatch]:
+        """Binds the microbatches of a step to their programs.
+
+        Raises:
+            InputError: as of `bind`.
+        """
+        return [self.bind(batch) for batch in batches]
+
+    def bind_rows(self, batch: Any, count: int) -> list[BoundBatch]:
+        """Binds the microbatches of a batch, which are of equally many of its rows, to their programs.
+
+        The ranks' values are compared once, those of the whole batch.
+
+        Raises:
+            InputError: as of `bind`, or rows that are no multiple of `count`.
+        """
+        parts = calls.cut_rows(self._programs.first.program, batch, count)
+        if self._inputs is None or count == 1:
+            return [self.bind(part) for part in parts]
+        moved, are_equal, shapes = self._compared(batch)
+        if shapes is not None:
+            return [self.bind(part) for part in parts]
+        parts = calls.cut_rows(self._programs.first.program, moved, count)
+        bound = (self._programs.bound(part, callable(self._loss)) for part in parts)
+        return [self._named(call, None if i else are_equal) for i, call in enumerate(bound)]
+
+    def with_all_places(self, calls: Sequence[BoundBatch]) -> list[BoundBatch]:
+        """Returns the same with buffers of as many places as rows may need; compiled on first use, on all ranks."""
+        return [self._programs.with_all_places(call) for call in calls]
+
+    def _bound(self, batch: Any, with_loss: bool, differentiated: bool = True) -> tuple[BoundBatch, Tensor | None]:
+        """The program for a call, and whether the ranks' values are equal, where the device has yet to say that."""
+        are_equal, shapes = None, None
+        if self._inputs is not None:
+            batch, are_equal, shapes = self._compared(batch)
+        return self._programs.bound(batch, with_loss, shapes, differentiated), are_equal
+
+    def _compared(self, batch: Any) -> tuple[Any, Tensor | None, Shapes | None]:
+        assert self._inputs is not None
+        facts = self._programs.facts(batch, sizes=False)
+        return self._inputs.compare(batch, facts, self._programs.without_rows)
+
+    def _named(self, call: BoundBatch, are_equal: Tensor | None) -> BoundBatch:
+        call = replace(call, loss=self._loss_name(call, "train_step"), are_equal=are_equal)
+        self._check_padding(call)
+        return call
+
+    def _check_padding(self, call: BoundBatch) -> None:
+        if call.unproven:
+            assert self._inputs is not None, "only what was compared can be longer elsewhere"
+            if self._runner.evaluation is not None:
+                raise InputError(
+                    "the data ranks bring sequences of other lengths, and through a pipeline nothing shows whether "
+                    "what pads them matters",
+                    where=f"batch entry {', '.join(sorted(call.unproven))}",
+                    remedy="pad them to one length on every data rank",
+                )
+            check_padding(call, self._runner.gradients, self._inputs.somewhere)
+
+    def _loss_name(self, call: BoundBatch, where: str) -> str:
+        name = call.compiled.program.loss
+        if not name:
+            what = f"{self._loss!r}" if isinstance(self._loss, str) else "or more than one scalar"
+            why = ", so that nothing shows whether what pads its sequences matters" if call.unproven else ""
+            raise InputError(
+                f"the model returns no loss ({what}){why}",
+                where=where,
+                remedy="pass labels, or name the loss: parallelize(…, loss=…)",
+            )
+        return name
+
+
+def check_padding(
+    call: BoundBatch, run: Callable[[BoundBatch], Sequence[Tensor | None]], somewhere: Callable[[bool], bool]
+) -> None:
+    """Refuses a model whose loss, or a gradient of it or a buffer, depends on what stands behind the end of sequences.
+
+    What a mask leaves out is left out to the last bit: no more than the order of a sum may differ. It is tried once for
+    each program and input.
+
+    Args:
+        call: its `unproven` are asked about.
+        run: the loss of a call, new values of buffers, and this rank's gradients.
+        somewhere: whether something is so on any rank. A collective call.
+
+    Raises:
+        InputError: it does, on some rank.
+    """
+    first, second = run(call), run(replace(call, inputs=call.fills))
+    if somewhere(any(map(_differ, first, second))):
+        a, b = (values[0] for values in (first, second))
+        assert a is not None
+        assert b is not None
+        raise InputError(
+            "is as long as the longest of any data rank, and the loss, its gradient or a buffer depends on what pads "
+            f"it (losses of {a.item():.8g} and {b.item():.8g})",
+            where=f"batch entry {', '.join(sorted(call.unproven))}",
+            remedy="pass a mask or labels that leave the end out, pad batches alike on all ranks, or say what stands "
+            "there: Plan(padding={path: value})",
+        )
+    call.compiled.padded.update(call.unproven)
+
+
+def _differ(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is not b
+    if not a.is_floating_point():
+        return not torch.equal(a, b)
+    unit = max(1e-6, 2 * torch.finfo(a.dtype).eps) if a.dtype != torch.float64 else 1e-12
+    largest = float(a.detach().abs().nan_to_num(0.0).max()) if a.numel() else 0.0
+    return not torch.allclose(a, b, rtol=0.0, atol=unit * largest, equal_nan=True)

@@ -5,17 +5,22 @@ Enters: a module's part. Leaves: methods that all ranks call.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fxpar.checkpoint.initial import load
-from fxpar.checkpoint.rank_tensors import RankTensors
+from fxpar.checkpoint.initial import Loading, load, parts
+from fxpar.checkpoint.rank_tensors import ModelTensor, PipelineRanks, RankTensors, ShardSpec, named_tensors
 from fxpar.checkpoint.safetensors_files import Checkpoint
+from fxpar.checkpoint.sharded import Sharded, ShardedParameter
+from fxpar.checkpoint.sharded_ops import part_of
 from fxpar.checkpoint.state_dicts import (
     full_state_dict,
     load_full_state_dict,
@@ -24,37 +29,86 @@ from fxpar.checkpoint.state_dicts import (
     sharded_state_dict,
 )
 from fxpar.checkpoint.training_saves import Extras, TrainingProgress, resume_training, save_training
-from fxpar.errors import InputError
+from fxpar.errors import InputError, shown
+from fxpar.ir.step import is_mixed, main_dtype
+from fxpar.layout.layout import Layout
 from fxpar.plan.plan import Plan
+from fxpar.runtime.meta_model import attach, seal
+from fxpar.runtime.parameters import Elsewhere, MainParameter, WholeParameter
+from fxpar.runtime.programs import Programs, own_stages
 from fxpar.runtime.random_state import RandomState
-from fxpar.runtime.rank_consensus import together_at_once
-from fxpar.runtime.refusals import Root
-
-if TYPE_CHECKING:
-    from fxpar.runtime.programs import Programs
-import weakref
-from collections.abc import Callable
-
-from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
-from fxpar.checkpoint.sharded import Sharded, ShardedParameter
-from fxpar.checkpoint.sharded_ops import part_of
-from fxpar.runtime.rank_consensus import Agreement
+from fxpar.runtime.rank_consensus import Agreement, together_at_once
+from fxpar.runtime.refusals import Root, Settings
+from fxpar.runtime.world import World
 
 
 class Stateful(Root):
-    """What of a parallel module saves and loads."""
+    """Holds this rank's part of a model: where it lies, and how it is saved and loaded."""
 
-    plan: Plan
+    line: PipelineRanks | None
+    loading: Loading
     _programs: Programs
-    _random: RandomState
 
-    @abstractmethod
+    def __init__(self, model: nn.Module, plan: Plan, world: World) -> None:
+        super().__init__()
+        self.plan, self.world = plan, world
+        self.saved_names = list(model.state_dict().keys())
+        self._random = RandomState(plan.seed, world.device)
+        self._shapes = {name: tuple(entry.tensor.shape) for entry in named_tensors(model) for name in entry.names}
+
+    def _adopt(self, model: nn.Module, checkpoint: Checkpoint | None) -> dict[str, Any]:
+        """Takes over this rank's part of a model, of which the first program is there.
+
+        Returns:
+            The author's attributes of the module, for `_seal`.
+        """
+        with torch.device("cpu"):  # and not that of a context in which the model was built
+            self.line = line_of(self, model, self._programs.places)
+            skeleton = self._programs.skeleton
+            self.loading, settings = adopt(self, model, skeleton, main_dtype(self.plan), checkpoint)
+        self._programs.follow(self)
+        Optimizers(model, self.world.agreement).watch(self)
+        return settings
+
+    def _seal(self, settings: Mapping[str, Any]) -> None:
+        """Refuses from now on what no program would see; it has all attributes of ours, and `settings` of the author.
+
+        What the author's modules hold in configurations and lists is compared at each call.
+        """
+        self._settings = Settings(self, settings)
+        seal(self, settings, self.world.device)
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Layout of each parameter, buffer and constant by its first name."""
+        return self._programs.layouts
+
+    @property
+    def foreign(self) -> frozenset[str]:
+        """First names of the parameters that other ranks of the pipeline hold, and this one does not."""
+        return self._programs.foreign
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of the pipeline that this rank holds, in their order; empty without one."""
+        return own_stages(self.plan, self.world.place)
+
+    def layout_of(self, name: str) -> Layout:
+        """Layout of a parameter or buffer under any of its names; empty for those that no program uses."""
+        return self.layouts.get(self._programs.aliases.get(name, name), Layout())
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Whole shape of a parameter or buffer of the unsplit model.
+
+        Raises:
+            InputError: there is none of this name.
+        """
+        if name not in self._shapes:
+            raise InputError("names no parameter or buffer", where=shown(name), remedy="take one of saved_names")
+        return self._shapes[name]
+
     def _held(self) -> RankTensors:
-        """What this rank holds."""
+        return held_by(self)
 
     @property
     def step(self) -> int:
@@ -280,3 +334,91 @@ def _keep_parts(optimizer: Optimizer) -> None:
             for key, value in state.items():
                 if isinstance(value, DTensor) and not isinstance(value, Sharded):
                     state[key] = Sharded(part_of(value, parameter.place), parameter.place)
+
+
+# ---------------------------------------------------------------------- init parameters
+
+# A parallel module takes over its rank's parts of a model.
+
+
+def held_by(module: Stateful, model: nn.Module | None = None) -> RankTensors:
+    """What a module's rank holds, for those who load and save it.
+
+    Args:
+        model: one with the module's names, of which the rank takes its parts; the module itself by default.
+    """
+    world, tensors = module.world, named_tensors(module if model is None else model)
+    tensors = [entry for entry in tensors if entry.first not in module.foreign]
+    cut = (module.shape_of, module.layout_of, module.plan.axes, world.coordinates)
+    return RankTensors(tensors, module.saved_names, *cut, world.rank, world.size, world.agreement.agree, module.line)
+
+
+def line_of(module: Stateful, model: nn.Module, places: Mapping[str, Collection[int]]) -> PipelineRanks | None:
+    """The ranks of the module's pipeline; None without one.
+
+    Args:
+        model: the unsplit one.
+        places: of the ranks of the pipeline that hold each parameter, by its first name.
+    """
+    world, dtype = module.world, main_dtype(module.plan)
+    if module.plan.pp == 1:
+        return None
+    elsewhere = []
+    for entry in named_tensors(model):
+        if entry.first in module.foreign:
+            kind = dtype if dtype is not None and entry.tensor.is_floating_point() else entry.tensor.dtype
+            meta_tensor = torch.empty(entry.tensor.shape, dtype=kind, device="meta")
+            elsewhere.append(ModelTensor(entry.names, nn.Parameter(meta_tensor, requires_grad=False)))
+    first = {name: min(holders) for name, holders in places.items() if len(holders) < len(world.line)}
+    return PipelineRanks(world.groups["pp"], world.line, world.place, world.device, first, elsewhere)
+
+
+def adopt(
+    module: Stateful,
+    model: nn.Module,
+    skeleton: nn.Module,
+    dtype: torch.dtype | None,
+    checkpoint: Checkpoint | None,
+) -> tuple[Loading, dict[str, Any]]:
+    """Gives a module the modules of a model, its parts of the parameters, and the buffers whole; see `parts`.
+
+    Args:
+        model: is left as it is.
+        skeleton: the model without memory.
+
+    Returns:
+        What loading took, and the author's attributes of the module; see `seal`.
+
+    Raises:
+        InputError, CheckpointError: see `parts` and `attach`.
+    """
+    loading = Loading()
+    holdings = held_by(module, model)
+    local_parts = parts(model, holdings, module.plan.seed, module.world.device, dtype, checkpoint, loading)
+    taken: dict[int, Any] = {}
+    for entry in named_tensors(skeleton):
+        name = entry.first
+        if name in module.foreign:
+            taken[id(entry.tensor)] = Elsewhere(entry.tensor, name, module.world.device)
+            continue
+        part, place = local_parts[name], _place_of(module, name)
+        if entry.is_parameter:
+            taken[id(entry.tensor)] = _parameter(part, place, entry.tensor.requires_grad, module)
+        else:
+            taken[id(entry.tensor)] = part if place is None else Sharded(part, place)
+    return loading, attach(module, skeleton, taken, module.world.device)
+
+
+def _place_of(module: Stateful, name: str) -> ShardSpec | None:
+    """Where this rank's part of a parameter or buffer lies; None where every rank holds it whole."""
+    layout = module.layout_of(name)
+    is_cut = any(placement.is_shard for _, placement in layout)
+    return ShardSpec(name, torch.Size(module.shape_of(name)), layout, module.world.ranks) if is_cut else None
+
+
+def _parameter(part: Tensor, place: ShardSpec | None, requires_grad: bool, module: Stateful) -> nn.Parameter:
+    kind: Any = MainParameter if is_mixed(module.plan) and part.is_floating_point() else nn.Parameter
+    if kind is nn.Parameter and module.world.size > 1:
+        kind = WholeParameter
+    parameter: Any = ShardedParameter(part, place, requires_grad) if place else kind(part, requires_grad)
+    return parameter  # type: ignore[no-any-return]

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.compile import compile_step, lower_program, outlined
-from fxpar.errors import InputError
-from fxpar.ir.program import Program, describe, note, output_layouts, output_node
+from fxpar.ir.program import Program, output_layouts, output_node
 from fxpar.ir.stages import Stage, stages_of
 from fxpar.ir.step import is_gradient, is_input_gradient, output_of, parameter_gradients, written
 from fxpar.layout.nesting import local_shape
@@ -36,9 +35,8 @@ from fxpar.runtime.calls import (
     Values,
     cut,
     eager_calls,
-    part_call,
 )
-from fxpar.runtime.graphs.graph_cache import Graphs
+from fxpar.runtime.graphs.graph_cache import NoGraphs
 from fxpar.runtime.mailboxes import Mailboxes
 
 if TYPE_CHECKING:
@@ -127,6 +125,7 @@ class Steps:
     Attributes:
         program: after all passes of the forward.
         own: the stages of a pipeline that this rank holds.
+        graphs: what of its calls is replayed.
         splits: whether its schedule runs backwards in two parts.
         is_stage: whether it is of one stage.
         mailboxes: through which steps copy.
@@ -141,7 +140,7 @@ class Steps:
     device: torch.device
     plan: Plan
     uneven_rows: bool = False
-    graphs: Graphs | None = None
+    graphs: NoGraphs = field(default_factory=NoGraphs)
     own: tuple[int, ...] = ()
     splits: bool = False
     is_stage: bool = False
@@ -216,27 +215,10 @@ class Steps:
         """
         values = self._values(sources)
         calls = self.calls(sizes, step, values, whole=whole)
-        runnable: Runnable = calls
-        if self.graphs is not None and self.graphs.options.impl in ("partial", "transformer_engine"):
-            self.check_whole(step)
-            runnable = self.graphs.step(calls, values, self.moving(sources, values), (gradients, rows))
+        runnable = self.graphs.step(calls, values, partial(self.moving, sources, values), (gradients, rows))
         self.enter()
         outputs, saved = runnable.forward(values, sizes)
         return FinishedForward(step, runnable, values, sizes, outputs, saved)
-
-    def check_whole(self, step: LoweredStep) -> None:
-        """Refuses a step that one graph is to hold and cannot.
-
-        Raises:
-            InputError: names the operation and the reason.
-        """
-        if self.graphs is None or self.graphs.options.impl == "partial":
-            return
-        node = step.uncaptured
-        if node is not None:
-            reason = note(node).uncaptured
-            remedy = "set CudaGraphs('partial'), whose graphs end there"
-            raise InputError(f"is no part of a CUDA graph: it {reason}", where=describe(node), remedy=remedy)
 
     def moving(self, sources: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the values whose addresses change from call to call.
@@ -266,9 +248,7 @@ class Steps:
         """Outputs of the forward alone, for which nothing is kept; `rows` as for `run`."""
         values = self._values(sources)
         calls = self.forward_calls(sizes, requested, values)
-        runnable: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, Tensor]] = calls
-        if self.graphs is not None:
-            runnable = self.graphs.forward(calls, values, self.moving(sources, values), rows)
+        runnable = self.graphs.forward(calls, values, partial(self.moving, sources, values), rows)
         self.enter()
         return runnable(values, sizes)
 
@@ -281,7 +261,7 @@ class Steps:
             graph = self.lowering(outlined(self.program)).only(key).module.graph
             nodes: Any = output_node(graph).args[0]
             results = dict(zip(requested, (node.name for node in nodes), strict=True))
-            self._forwards[key] = graph, ForwardCalls([*map(part_call, cut(graph)[0])], results, {})
+            self._forwards[key] = graph, ForwardCalls(cut(graph)[0], results, {})
         graph, eager = self._forwards[key]
         if self._compiler is None:
             return eager
@@ -289,7 +269,7 @@ class Steps:
 
     def _values(self, sources: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs as what runs takes them: compiled units are made for dense ones."""
-        if self._compiler is None and self.graphs is None:
+        if self._compiler is None and not self.graphs.is_on:
             return dict(sources)
         return {name: value.contiguous() for name, value in sources.items()}
 
@@ -324,8 +304,8 @@ class Steps:
         ends: dict[str, fx.Node] = dict(zip(program.outputs, values, strict=True))
         forward, early, late, parameter, both = cut(graph)
         gradients = {fqn: ends[name].name for fqn, name in parameter_gradients(program).items()}
-        computed = {name for part in parameter for name in part.outputs}
-        takes = (name for part in parameter for name in part.inputs)
+        computed = {name for part in parameter for name in part.gives}
+        takes = (name for part in parameter for name in part.takes)
         needed = dict.fromkeys(name for name in takes if name not in computed and name not in lowered.sources)
         needed |= dict.fromkeys(name for name in gradients.values() if name not in computed)
         return LoweredStep(

@@ -19,18 +19,20 @@ from torch.optim import Optimizer
 from fxpar.checkpoint.sharded import Sharded, local_of
 from fxpar.checkpoint.sharded_ops import norms
 from fxpar.errors import InputError, shown
+from fxpar.ir.program import Program
+from fxpar.plan.plan import Plan
+from fxpar.runtime.bound_batch import BoundBatch
 from fxpar.runtime.buffer_updates import Written
-from fxpar.runtime.expert_loads import Budget, Loads, Overflow
-from fxpar.runtime.forward_backward import Bound, ForwardBackward
-from fxpar.runtime.grad_buffers import Buffers, Waiting, call_hooks
-from fxpar.runtime.graphs.full import Ending, Found, FullIteration
-from fxpar.runtime.graphs.graph_cache import Graphs
+from fxpar.runtime.expert_loads import Budget, Loads, Overflow, gathered
+from fxpar.runtime.grad_buffers import call_hooks
+from fxpar.runtime.graphs.graph_cache import NoGraphs
 from fxpar.runtime.graphs.optimizer import Rates, takes_tensors
-from fxpar.runtime.microbatches import run_microbatches
-from fxpar.runtime.parameters import Tensors
-from fxpar.runtime.pipeline import Pipeline
+from fxpar.runtime.microbatches import Microbatch, MicrobatchResult, StepOptions, StepResult, run_microbatches
+from fxpar.runtime.parameters import check_scaler
+from fxpar.runtime.pipeline import Pipeline, join
 from fxpar.runtime.random_state import RandomState
-from fxpar.runtime.runner import Prepared
+from fxpar.runtime.runner import ForwardBackward, Runner
+from fxpar.runtime.world import World
 
 
 @dataclass(frozen=True)
@@ -60,51 +62,63 @@ class Training:
     """Steps of one module.
 
     Args:
-        tensors: of the module, whose parameters get the gradients.
-        batches: runs single batches.
-        waiting: gradients that are not summed over the ranks yet.
-        graphs: of the module; with `full_iteration` a step is one of them.
-        expire: is called where parameters have changed and no optimizer has told.
-        pipeline: runs the stages of this rank; None without a pipeline.
-        gather: gives the load of experts on all ranks, of those of the microbatches.
-        budget: of the places for rows of experts; None where there are as many as rows may need.
+        plan: of the module.
+        program: its first one.
+        runner: runs single batches.
+        batches: binds them to their programs.
+        random: the state of steps.
+        graphs: which of them are replayed.
 
     Attributes:
         load: of experts in the last step, on the device; None where no rank holds other experts than another.
+        budget: of the places for rows of experts; None where there are as many as rows may need.
     """
 
     def __init__(
         self,
-        tensors: Tensors,
+        plan: Plan,
+        world: World,
+        program: Program,
+        *,
+        runner: Runner,
         batches: ForwardBackward,
-        waiting: Waiting,
         random: RandomState,
-        gradients: Buffers,
-        graphs: Graphs | None,
-        expire: Callable[[], None],
-        pipeline: Pipeline | None,
-        gather: Callable[[Sequence[Mapping[str, Tensor]]], Loads | None],
-        budget: Budget | None,
+        graphs: NoGraphs,
     ) -> None:
         self.load: Loads | None = None
-        self._gather, self.budget = gather, budget
-        self._pipeline = pipeline
-        self._tensors, self._batches, self._waiting = tensors, batches, waiting
-        self._random, self._gradients, self._expire = random, gradients, expire
+        self.budget = None if plan.receive_budget is None else Budget(plan, world)
+        self._plan, self._world = plan, world
+        self._runner, self._batches, self._random, self._graphs = runner, batches, random, graphs
+        self._tensors, self._buffers, self._waiting = runner.tensors, runner.buffers, runner.waiting
         self._rates: weakref.WeakKeyDictionary[Optimizer, Rates] = weakref.WeakKeyDictionary()
-        self._full = None
-        if graphs is not None and graphs.options.impl == "full_iteration":
-            self._full = FullIteration(graphs, random, waiting)
+        self._pipeline = Pipeline(plan, world, runner.waiting, program) if plan.pp > 1 else None
+        if self._pipeline is not None:
+            runner.evaluation = self._pipeline.evaluation
+
+    def options(self, scaler: Any, optimizer: Optimizer | None, max_norm: Any) -> StepOptions:
+        """Returns what a step is called with besides batches.
+
+        Raises:
+            InputError: a scaler is missing or of no use, or a norm is none, or has no optimizer.
+        """
+        check_scaler(scaler, self._plan.precision, self._world.device)
+        if optimizer is None and max_norm is not None:
+            raise InputError("is of an optimizer's step", where="max_norm", remedy="pass the optimizer too")
+        if max_norm is not None:
+            check_norm(max_norm)
+        if scaler is not None and self._pipeline is not None:
+            join(scaler, self._world)
+        return StepOptions(scaler, optimizer, max_norm)
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
-        """Of the module, by name."""
+        """Returns the module's parameters by name."""
         self._tensors.refresh()
         return self._tensors.parameters
 
     @property
     def leaves(self) -> Mapping[str, Tensor]:
-        """Of the parameters, by name."""
+        """Returns the tensors that are trained, by name of the parameter."""
         self._tensors.refresh()
         return self._tensors.leaves
 
@@ -127,117 +141,105 @@ class Training:
         nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm, foreach=True)
         return norm
 
-    def step(self, parts: Sequence[Any], count: int, ending: Ending) -> Found:
-        """Forward and backward of the microbatches of a step, and what ends it.
+    def step(self, parts: Sequence[Any], count: int, options: StepOptions) -> StepResult:
+        """Runs forward and backward of the microbatches of a step, and what ends it.
 
         Args:
             parts: the microbatches, or one batch that is cut into so many of them as `count` says.
-            ending: with an optimizer it steps, and the gradients are freed behind it.
+            options: with an optimizer it steps, and the gradients are freed behind it.
 
         Raises:
             InputError: a batch does not fit the model, what pads it matters, or there is no loss or nothing to train.
         """
-        if ending.optimizer is not None and takes_tensors(ending.optimizer):
+        if options.optimizer is not None and takes_tensors(options.optimizer):
             # With and without graphs, so that graphs change no bit.
-            if ending.optimizer not in self._rates:
-                self._rates[ending.optimizer] = Rates(ending.optimizer, self._random.device)
-            self._rates[ending.optimizer].refresh()
+            if options.optimizer not in self._rates:
+                self._rates[options.optimizer] = Rates(options.optimizer, self._random.device)
+            self._rates[options.optimizer].refresh()
         whole = len(parts) == 1 and count > 1
-        bounds = self._batches.bind_rows(parts[0], count) if whole else self._batches.bind_all(parts)
-        ready = self._batches.prepare(bounds)
+        calls = self._batches.bind_rows(parts[0], count) if whole else self._batches.bind_all(parts)
+        calls = self._runner.all_prepared(calls)
         parameters, leaves = self._tensors.parameters, self._tensors.leaves
-        run = partial(self._run, bounds, parameters=parameters, ending=ending)
+        run = partial(self._run, parameters=parameters, options=options)
         with self._random.of_accepted():
-            if self._full is None:
-                outcome = run(ready, self._random.draw)
-            else:
-                gradients = self._gradients.state(ready[0].leaves, ending.optimizer is not None)
-                hooked = ready[0].leaves if self._gradients.is_hooked else {}
-                outcome = self._full(bounds, ready, run, gradients, ending, hooked)
-        if self._full is not None:
-            if ending.optimizer is None:
-                self._gradients.attach(leaves, outcome.names)
-            else:
-                self._expire()
-        if ending.optimizer is None and (self._full is None or self._gradients.is_hooked):
+            outcome = self._graphs.train(calls, run, options, self._random, self._buffers, self._waiting)
+        if self._graphs.holds_steps:
+            if options.optimizer is None:
+                self._buffers.attach(leaves, outcome.names)
+            elif self._runner.copies is not None:
+                self._runner.copies.expire()  # no optimizer has said in Python that parameters have changed
+        if options.optimizer is None and (not self._graphs.holds_steps or self._buffers.is_hooked):
             call_hooks(leaves, outcome.names)
         self.load = outcome.load
         loss = outcome.loss
-        for bound in bounds:
-            loss = loss if bound.are_equal is None else loss.where(bound.are_equal, torch.nan)
+        for call in calls:
+            loss = loss if call.are_equal is None else loss.where(call.are_equal, torch.nan)
         return replace(outcome, loss=loss)
 
     def _run(
         self,
-        bounds: Sequence[Bound],
-        ready: Sequence[Prepared],
+        calls: Sequence[BoundBatch],
         state: Callable[[], Tensor],
         parameters: Mapping[str, Tensor],
-        ending: Ending,
-    ) -> Found:
-        """What a step does, on the device alone."""
+        options: StepOptions,
+    ) -> StepResult:
+        """Runs what a step does on the device alone."""
         rows: list[Mapping[str, Tensor]] = []
         new = Written()
         if self._pipeline is not None:
-            loss, gradients = self._pipeline.step(bounds, ready, state, ending.scaler, new)
-        elif len(bounds) == 1 and self.budget is None:
-            done = self._batches.train(bounds[0], ready[0], state, None, ending.scaler)
-            rows.append(done.rows)
-            new.add(done.ran.outputs)
-            loss, gradients = (
-                done.loss,
-                self._waiting.finished(done.ran.unfinished, done.ran.signature, done.ran.finish),
-            )
+            loss, gradients = self._pipeline.step(calls, state, options.scaler, new)
+        elif len(calls) == 1 and self.budget is None:
+            left = self._runner.step(calls[0], state, None, options.scaler)
+            rows.append(left.rows)
+            new.add(left.outputs)
+            loss, gradients = left.loss, self._waiting.finished(left.unfinished, left.signature, left.finish)
         else:
-            loss, gradients = self._microbatches(bounds, ready, state(), rows, ending, new)
+            loss, gradients = self._microbatches(calls, state(), rows, options, new)
         new.commit(self._tensors.all)
-        self._gradients.add(parameters, gradients, self._full is not None and ending.optimizer is None)
+        self._buffers.add(parameters, gradients, self._graphs.holds_steps and options.optimizer is None)
         names = tuple(gradients)
-        if ending.optimizer is None:
-            return Found(loss, names, load=self._gather(rows))
+        if options.optimizer is None:
+            return StepResult(loss, names, load=gathered(rows, self._world, self._plan))
         call_hooks(self._tensors.leaves, names)
-        return self._stepped(Found(loss, names, load=self._gather(rows)), parameters, ending)
+        outcome = StepResult(loss, names, load=gathered(rows, self._world, self._plan))
+        return self._stepped(outcome, parameters, options)
 
     def _microbatches(
         self,
-        bounds: Sequence[Bound],
-        ready: Sequence[Prepared],
+        calls: Sequence[BoundBatch],
         drawn: Tensor,
         rows: list[Mapping[str, Tensor]],
-        ending: Ending,
+        options: StepOptions,
         new: Written,
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Loss and gradients of several; with a budget of one too, whose gradients are then in no buffer yet."""
+        """Returns loss and gradients of several; with a budget of one too: they are in no buffer yet."""
 
-        def run(index: int, microbatch: Any) -> Any:
-            bound = bounds[index]
-            prepared = new.read(bound.call.compiled.program, ready[index])
-            part = self._batches.train(bound, prepared, lambda: drawn, microbatch, ending.scaler)
-            rows.append(part.rows)
-            new.add(part.ran.outputs)
-            return part
+        def run(call: BoundBatch, microbatch: Microbatch) -> MicrobatchResult:
+            left = self._runner.step(new.read(call), lambda: drawn, microbatch, options.scaler)
+            rows.append(left.rows)
+            new.add(left.outputs)
+            return left
 
-        finished, adds = self._waiting.finished, bounds[0].adds
+        finished, adds = self._waiting.finished, calls[0].adds
         if self.budget is None:
-            return run_microbatches(range(len(bounds)), drawn, run, finished, adds)
+            return run_microbatches(calls, drawn, run, finished, adds)
         try:
-            return run_microbatches(range(len(bounds)), drawn, run, self.budget.checked(rows, finished), adds)
+            return run_microbatches(calls, drawn, run, self.budget.checked(rows, finished), adds)
         except Overflow:
             rows.clear()
             new.clear()
-        bounds = self._batches.with_all_places(bounds)
-        ready = self._batches.prepare(bounds)
-        return run_microbatches(range(len(bounds)), drawn, run, finished, adds)
+        calls = self._runner.all_prepared(self._batches.with_all_places(calls))
+        return run_microbatches(calls, drawn, run, finished, adds)
 
-    def _stepped(self, outcome: Found, parameters: Mapping[str, Tensor], ending: Ending) -> Found:
+    def _stepped(self, outcome: StepResult, parameters: Mapping[str, Tensor], options: StepOptions) -> StepResult:
         """Clips, steps and frees the gradients."""
-        optimizer, scaler = ending.optimizer, ending.scaler
+        optimizer, scaler = options.optimizer, options.scaler
         assert optimizer is not None
         if scaler is not None:
             scaler.unscale_(optimizer)
         norm = None
-        if ending.max_norm is not None:
-            norm = local_of(self.clip(ending.max_norm))
+        if options.max_norm is not None:
+            norm = local_of(self.clip(options.max_norm))
         is_finite = outcome.loss.isfinite() if norm is None else outcome.loss.isfinite() & norm.isfinite()
         rates = self._rates.get(optimizer)
         with nullcontext() if rates is None else rates.in_place():

@@ -55,16 +55,20 @@ def is_number(node: fx.Node) -> bool:
     return node.op == "call_function" and (not has_note(node) or isinstance(note(node).type, ScalarType))
 
 
-def segments(graph: fx.Graph, phases: Collection[str]) -> list[Segment]:
-    """The segments of some phases, in order."""
+def segments(graph: fx.Graph, phases: Collection[str], *, at_regions: bool = True) -> list[Segment]:
+    """Returns the segments of some phases, in order.
+
+    Args:
+        at_regions: whether they are cut where calls of regions and phases begin, too, and not only at what no CUDA
+            graph can hold.
+    """
     nodes = [
         node
         for node in graph.nodes
         if node.op == "call_function" and not is_number(node) and note(node).phase in phases
     ]
     segments = []
-    # Where the parameter phase is part of the backward, it is one with it.
-    for (region, uncaptured, phase), run in itertools.groupby(nodes, key=_place):
+    for (region, uncaptured, phase), run in itertools.groupby(nodes, key=_place if at_regions else _capture_place):
         members = list(run)
         numbers = _numbers(members)
         segments.append(Segment(_ordered(graph, numbers, members), region, uncaptured, phase))
@@ -103,7 +107,12 @@ def _ordered(graph: fx.Graph, numbers: Collection[fx.Node], nodes: Sequence[fx.N
 
 def _place(node: fx.Node) -> tuple[str, str, str]:
     noted = note(node)
+    # Where the parameter phase is part of the backward, it is one with it.
     return noted.region, noted.uncaptured, BACKWARD if noted.phase == PARAMETER else noted.phase
+
+
+def _capture_place(node: fx.Node) -> tuple[str, str, str]:
+    return "", note(node).uncaptured, ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,13 +136,13 @@ class Unit:
 
     @cached_property
     def nodes(self) -> tuple[fx.Node, ...]:
-        """Of both; a number that both make stands once."""
+        """Returns the nodes of both; a number that both make stands once."""
         parts = (segment.nodes for segment in (self.forward, self.backward) if segment is not None)
         return tuple(dict.fromkeys(itertools.chain.from_iterable(parts)))
 
     @cached_property
     def identities(self) -> tuple[int, ...]:
-        """Of its draws, in the order of first use."""
+        """Returns the identities of its draws, in the order of first use."""
         return tuple(
             dict.fromkeys(identity for node in self.nodes for identity in _identities((node.args, node.kwargs)))
         )
@@ -152,7 +161,7 @@ class Unit:
         return "\n".join(lines)
 
     def position(self, name: str) -> int:
-        """Of the node of that name."""
+        """Returns the position of the node of that name."""
         return self._positions[name]
 
     @cached_property

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -31,13 +31,11 @@ from fxpar.ops.vocabulary import embedding
 from fxpar.rewrite.means import CLASS_LOSSES
 from fxpar.rules import bind_arguments, rule_of
 from fxpar.runtime import batch as calls
+from fxpar.runtime.bound_batch import Compiled
 from fxpar.runtime.inputs import Shapes, data_part
 from fxpar.runtime.world import World
 from fxpar.signatures.pointwise import pointwise_labels
 from fxpar.signatures.sized import SIZED
-
-if TYPE_CHECKING:
-    from fxpar.runtime.programs import Compiled
 
 aten = torch.ops.aten
 
@@ -78,7 +76,7 @@ _APART = frozenset({aten.embedding.default, embedding, aten.unsqueeze.default, a
 
 
 @dataclass(frozen=True)
-class Brought:
+class FittedBatch:
     """A rank's batch, made to fit those of the others.
 
     Attributes:
@@ -111,7 +109,7 @@ def largest(batch: Any, shapes: Shapes) -> Any:
     return pytree.tree_map_only(Tensor, grown, batch)
 
 
-def brought(compiled: Compiled, batch: Any, shapes: Shapes, world: World) -> Brought:
+def fit_batch(compiled: Compiled, batch: Any, shapes: Shapes, world: World) -> FittedBatch:
     """Makes a batch fit those of the other data ranks.
 
     Args:
@@ -148,11 +146,11 @@ def brought(compiled: Compiled, batch: Any, shapes: Shapes, world: World) -> Bro
     longer = _with(batch, values)
     others = _with(longer, fills) if fills else None
     if len(set(rows)) < 2:
-        return Brought(longer, frozenset(unproven), others, (), ())
+        return FittedBatch(longer, frozenset(unproven), others, (), ())
     _check_rows(program, name, rows)
     before = sum(rows[: data_part(world.mesh, world.rank)])
     places = tuple(torch.tensor(n, device=world.device) for n in (sum(rows), before))
-    return Brought(longer, frozenset(unproven), others, rows, places)
+    return FittedBatch(longer, frozenset(unproven), others, rows, places)
 
 
 def _check_alike(program: Program, paths: Sequence[str], shapes: Shapes) -> None:

@@ -81,7 +81,7 @@ class Watched:
 
         def backward(pending: FinishedForward, tangents: Any, *, whole: bool, **more: Any) -> Any:
             parts = pending.step.whole_backward if whole else pending.step.backward
-            names = {name for part in parts for name in part.inputs}
+            names = {name for part in parts for name in part.takes}
             values = [pending.own[name] for name in names if name in pending.own]
             kept = {v.untyped_storage()._cdata: v.untyped_storage() for v in values if isinstance(v, Tensor)}
             self.bytes = sum(storage.nbytes() for key, storage in kept.items() if key not in self.own)
@@ -105,7 +105,7 @@ def step(model: fxpar.ParallelModule, batch: Any) -> Found:
     held = [local_of(value) for value in (*model.parameters(), *model.buffers())]
     indices = [t for compiled in model._programs for t in compiled.indices]
     model.train_step(batch)  # copies of main values are made
-    copies = list(model._copies._copies.values()) if model._copies is not None else []
+    copies = list(model._runner.copies._copies.values()) if model._runner.copies is not None else []
     model.zero_grad()
     tensors = [*held, *copies, *pytree.tree_leaves(batch), *indices]
     own = {t.untyped_storage()._cdata: t for t in tensors}

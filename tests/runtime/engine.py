@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.runtime.graphs import graph_cache, pool, transformer_engine
+from fxpar.runtime.graphs import pool, transformer_engine
 from fxpar.runtime.graphs.pool import StandInPool
 
 _WARM_UPS = 3
@@ -54,5 +54,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has graphs take this for Transformer Engine."""
     engine = SimpleNamespace(make_graphed_callables=make_graphed_callables)
     monkeypatch.setattr(transformer_engine, "_engine", lambda: engine)
-    monkeypatch.setattr(graph_cache, "check_engine", lambda device: None)
+    monkeypatch.setattr(transformer_engine, "check_engine", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pool._tape.get() is not None)

@@ -28,8 +28,8 @@ def module(precision: str, dropout: float = 0.0, **options: Any) -> ParallelModu
 
 def copies_of(model: ParallelModule) -> Copies:
     """The module's copies."""
-    assert model._copies is not None
-    return model._copies
+    assert model._runner.copies is not None
+    return model._runner.copies
 
 
 def stale(model: ParallelModule) -> list[str]:

@@ -15,9 +15,9 @@ from torch.nn import functional
 from fxpar.compile import compile_model
 from fxpar.errors import InputError
 from fxpar.plan.plan import Plan
-from fxpar.runtime.forward_backward import check_padding
-from fxpar.runtime.programs import BoundBatch
-from fxpar.runtime.variable_batches import Brought, brought, ignored_targets, largest
+from fxpar.runtime.bound_batch import BoundBatch
+from fxpar.runtime.runner import check_padding
+from fxpar.runtime.variable_batches import FittedBatch, fit_batch, ignored_targets, largest
 from tests.runtime.uneven_jobs import Pooled
 
 
@@ -52,12 +52,12 @@ def compiled(kind: str, dp: int) -> Any:
     return SimpleNamespace(captured=made.captured, program=made.program, padded=set())
 
 
-def fitted(kind: str, batches: list[dict[str, Tensor]], rank: int) -> Brought:
+def fitted(kind: str, batches: list[dict[str, Tensor]], rank: int) -> FittedBatch:
     """What a rank of so many makes of its own batch."""
     made = compiled(kind, len(batches))
     world: Any = SimpleNamespace(mesh=made.program.plan.mesh, rank=rank, device=torch.device("cpu"))
     shapes = [[tuple(value.shape) for value in batch.values()] for batch in batches]
-    return brought(made, batches[rank], shapes, world)
+    return fit_batch(made, batches[rank], shapes, world)
 
 
 def test_sequences_are_as_long_as_the_longest_and_what_pads_them_is_what_is_said() -> None:

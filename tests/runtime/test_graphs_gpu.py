@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fxpar
 from fxpar.runtime.graphs.full import Iteration
+from fxpar.runtime.graphs.graph_cache import CachedGraphs
 from fxpar.runtime.graphs.partial import GraphedForward, GraphedStep
 from fxpar.runtime.prefetch import Prefetched
 from tests.runtime.graphed import Trained, gpt2, llama, prefetched, train, words
@@ -90,7 +91,7 @@ def test_the_optimizer_steps_inside(impl: str) -> None:
 def _scramble(model: fxpar.ParallelModule, step: int) -> None:
     """Fills all static memory with NaN, as other graphs might."""
     torch.cuda.synchronize()
-    assert model._graphs is not None
+    assert isinstance(model._graphs, CachedGraphs)
     for pool, known in model._graphs._pools:
         handle: Any = pool._handle  # type: ignore[attr-defined]
         for segment in torch.cuda.memory_snapshot():

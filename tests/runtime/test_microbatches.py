@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxpar.errors import InputError
 from fxpar.runtime.grad_buffers import Waiting
-from fxpar.runtime.microbatches import Microbatch, MicrobatchResult, Ran, run_microbatches, weight
+from fxpar.runtime.microbatches import Microbatch, MicrobatchResult, run_microbatches, weight
 
 REDUCED: list[tuple[str, ...]] = []
 ROWS = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -38,9 +38,8 @@ def stepped(
             loss = (rows @ w).square().sum() / max(len(rows), 1)
             (gradient,) = torch.autograd.grad(loss * weight(counted, microbatch), w)
         is_odd = odd and microbatch.index == len(lengths) - 1
-        return MicrobatchResult(
-            loss.detach(), Ran({}, {"w_gradient": gradient}, finish, "odd" if is_odd else "even"), counted
-        )
+        signature = "odd" if is_odd else "even"
+        return MicrobatchResult(loss.detach(), {}, {"w_gradient": gradient}, finish, signature, counted)
 
     parts = ROWS[: sum(lengths)].split(list(lengths))
     return run_microbatches(parts, torch.tensor([1, 2, 3]), run, (waiting or Waiting()).finished)

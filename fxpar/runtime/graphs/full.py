@@ -10,145 +10,99 @@ what variants differ by.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from fxpar.errors import InputError
-from fxpar.runtime.expert_loads import Loads
-from fxpar.runtime.forward_backward import Bound
-from fxpar.runtime.grad_buffers import Waiting
-from fxpar.runtime.graphs.graph_cache import Graphs, key_of
+from fxpar.plan.option_groups import CudaGraphs
+from fxpar.runtime.bound_batch import BoundBatch
+from fxpar.runtime.calls import LoweredStep
+from fxpar.runtime.grad_buffers import Buffers, Waiting
+from fxpar.runtime.graphs.graph_cache import CachedGraphs, NoGraphs, PartialGraphs, Run, key_of, refuse_uncaptured
 from fxpar.runtime.graphs.optimizer import check_optimizer, state_of
 from fxpar.runtime.graphs.partial import Static
 from fxpar.runtime.graphs.pool import Pool, Recording
+from fxpar.runtime.graphs.transformer_engine import EngineGraphs
+from fxpar.runtime.microbatches import StepOptions, StepResult
 from fxpar.runtime.random_state import RandomState
-from fxpar.runtime.runner import Prepared
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a step gives.
-
-    Attributes:
-        loss: of it.
-        names: of the parameters that have gradients of it.
-        norm: of all gradients before they were clipped; None where they were not.
-        is_finite: with an optimizer, whether loss and norm are, a bool scalar on the device.
-        load: of experts; None where no rank holds other ones than another.
-    """
-
-    loss: Tensor
-    names: tuple[str, ...]
-    norm: Tensor | None = None
-    is_finite: Tensor | None = None
-    load: Loads | None = None
-
-    def copied(self) -> Found:
-        """With tensors of its own."""
-        norm, is_finite = (None if tensor is None else tensor.clone() for tensor in (self.norm, self.is_finite))
-        load = None if self.load is None else replace(self.load, counts=self.load.counts.clone())
-        return Found(self.loss.clone(), self.names, norm, is_finite, load)
+def _state_of(options: StepOptions) -> Hashable:
+    """Equal where a recorded step does the same."""
+    scaler = options.scaler
+    scale = None if scaler is None or scaler._scale is None else scaler._scale.data_ptr()
+    stepped = None if options.optimizer is None else state_of(options.optimizer)
+    return id(scaler), scale, stepped, options.max_norm
 
 
-# Runs a step with the values of its microbatches and what gives its random state.
-Run = Callable[[Sequence[Prepared], Callable[[], Tensor]], Found]
-
-
-@dataclass(frozen=True)
-class Ending:
-    """What a step is given besides batches.
-
-    Attributes:
-        scaler: scales the loss that is differentiated.
-        optimizer: steps at the end.
-        max_norm: of all gradients, to which they are clipped before.
-    """
-
-    scaler: torch.amp.GradScaler | None = None
-    optimizer: Optimizer | None = None
-    max_norm: float | None = None
-
-    @property
-    def state(self) -> Hashable:
-        """Equal where a recorded step does the same."""
-        scale = None if self.scaler is None or self.scaler._scale is None else self.scaler._scale.data_ptr()
-        stepped = None if self.optimizer is None else state_of(self.optimizer)
-        return id(self.scaler), scale, stepped, self.max_norm
-
-
-class FullIteration:
-    """Training steps as graphs.
+def _refuse(leaves: Mapping[str, Tensor], options: StepOptions, device: torch.device, waiting: Waiting) -> None:
+    """Refuses a step in which Python would have to run.
 
     Args:
-        graphs: where they are kept.
-        random: the random state of steps that are not replayed.
-        waiting: gradients that are not summed over the ranks yet, which no graph knows.
+        leaves: parameters' tensors, where some have hooks.
+
+    Raises:
+        InputError: says what needs Python.
     """
+    if options.optimizer is not None:
+        check_optimizer(options.optimizer, device)
+        if options.scaler is not None:
+            raise InputError(
+                "asks on the host whether gradients overflow",
+                where="scaler with an optimizer",
+                remedy="step the optimizer behind train_step, or train in bf16",
+            )
+    if not waiting.is_idle:
+        raise InputError(
+            "one graph holds a whole step, and no_sync parts it",
+            where="no_sync",
+            remedy="pass the microbatches of a step as a list, or set CudaGraphs('partial')",
+        )
+    hooked = next((name for name, leaf in leaves.items() if leaf._backward_hooks), None)
+    if hooked is not None:
+        raise InputError(
+            "has a hook that sees its gradient, and a graph runs no Python",
+            where=hooked,
+            remedy="register it by register_post_accumulate_grad_hook, or set CudaGraphs('partial')",
+        )
 
-    def __init__(self, graphs: Graphs, random: RandomState, waiting: Waiting) -> None:
-        self._graphs, self._random, self._waiting = graphs, random, waiting
 
-    def __call__(
+class FullIterationGraphs(CachedGraphs):
+    """A training step is one graph, the reductions of gradients in it; plain calls are graphs of their forward."""
+
+    holds_steps = True
+
+    def check(self, step: LoweredStep) -> None:
+        """See `NoGraphs`."""
+        refuse_uncaptured(step)
+
+    def train(
         self,
-        bounds: Sequence[Bound],
-        ready: Sequence[Prepared],
+        batches: Sequence[BoundBatch],
         run: Run,
-        gradients: Hashable,
-        ending: Ending,
-        hooked: Mapping[str, Tensor],
-    ) -> Found:
-        """A step.
-
-        Args:
-            gradients: equal where they are placed alike.
-            ending: what else the step is given.
-            hooked: parameters' tensors, where some have hooks.
-
-        Raises:
-            InputError: something of the step cannot be replayed.
-        """
-        self._check(hooked, ending)
-        moving = [
-            bound.call.ready.moving(prepared.others, prepared.others)
-            for bound, prepared in zip(bounds, ready, strict=True)
-        ]
-        key: Any = ("iteration", gradients, ending.state)
-        for bound, prepared, names in zip(bounds, ready, moving, strict=True):
-            key += (id(bound.call.ready), bound.call.rows, bound.loss, prepared.placed)
-            key += key_of(prepared.others, names)
-        iteration = self._graphs.variant(key, lambda pool: Iteration(pool, self._random), None)
-        self._graphs.enter()
+        options: StepOptions,
+        random: RandomState,
+        buffers: Buffers,
+        waiting: Waiting,
+    ) -> StepResult:
+        """See `NoGraphs`."""
+        leaves = batches[0].leaves
+        gradients = buffers.state(leaves, options.optimizer is not None)
+        _refuse(leaves if buffers.is_hooked else {}, options, random.device, waiting)
+        moving = [batch.ready.moving(batch.others, batch.others) for batch in batches]
+        key: Any = ("iteration", gradients, _state_of(options))
+        for batch, names in zip(batches, moving, strict=True):
+            key += (id(batch.ready), batch.rows, batch.loss, batch.addresses)
+            key += key_of(batch.others, names)
+        iteration = self.variant(key, lambda pool: Iteration(pool, random), None)
+        self.enter()
         if iteration is None:
-            return run(ready, self._random.draw)
-        step: Found = iteration(ready, moving, run)
+            return run(batches, random.draw)
+        step: StepResult = iteration(batches, moving, run)
         return step
-
-    def _check(self, leaves: Mapping[str, Tensor], ending: Ending) -> None:
-        if ending.optimizer is not None:
-            check_optimizer(ending.optimizer, self._random.device)
-            if ending.scaler is not None:
-                raise InputError(
-                    "asks on the host whether gradients overflow",
-                    where="scaler with an optimizer",
-                    remedy="step the optimizer behind train_step, or train in bf16",
-                )
-        if not self._waiting.is_idle:
-            raise InputError(
-                "one graph holds a whole step, and no_sync parts it",
-                where="no_sync",
-                remedy="pass the microbatches of a step as a list, or set CudaGraphs('partial')",
-            )
-        hooked = next((name for name, leaf in leaves.items() if leaf._backward_hooks), None)
-        if hooked is not None:
-            raise InputError(
-                "has a hook that sees its gradient, and a graph runs no Python",
-                where=hooked,
-                remedy="register it by register_post_accumulate_grad_hook, or set CudaGraphs('partial')",
-            )
 
 
 class Iteration:
@@ -163,7 +117,7 @@ class Iteration:
         self._pool, self._random = pool, random
         self._static: list[Static] = []
         self._recording: Recording | None = None
-        self._found: Found | None = None
+        self._result: StepResult | None = None
         self._state = self._one = torch.empty(0)
         self._step = -1
 
@@ -172,50 +126,70 @@ class Iteration:
         """How many there are."""
         return int(self._recording is not None)
 
-    def __call__(self, ready: Sequence[Prepared], moving: Sequence[Sequence[str]], run: Run) -> Found:
+    def __call__(self, calls: Sequence[BoundBatch], moving: Sequence[Sequence[str]], run: Run) -> StepResult:
         """Replays the step; the loss is the caller's own.
 
         Args:
             moving: names of the values whose addresses change from call to call, of each microbatch.
         """
         if self._recording is None:
-            self._record(ready, moving, run)
+            self._record(calls, moving, run)
         else:
-            for static, prepared in zip(self._static, ready, strict=True):
-                static.fill(prepared.values)
+            for static, call in zip(self._static, calls, strict=True):
+                static.fill(call.values)
         assert self._recording is not None
-        assert self._found is not None
+        assert self._result is not None
         if self._step != self._random.step:
             self._state.copy_(self._random.peek())
         self._recording.replay()
-        draws = any(prepared.random for prepared in ready) or len(ready) > 1
+        draws = any(call.compiled.random_inputs for call in calls) or len(calls) > 1
         self._step = self._random.step = self._random.step + draws
-        copied = self._found.copied()
+        copied = self._result.copied()
         self._pool.scramble([value for static in self._static for value in static.tensors.values()], (), ())
         return copied
 
-    def _record(self, ready: Sequence[Prepared], moving: Sequence[Sequence[str]], run: Run) -> None:
+    def _record(self, calls: Sequence[BoundBatch], moving: Sequence[Sequence[str]], run: Run) -> None:
         self._state = self._random.peek()
         self._step = self._random.step
         self._one = torch.tensor([0, 1, 0], device=self._state.device)
         self._static = [
-            Static({name: prepared.values[name] for name in names if name in prepared.values})
-            for prepared, names in zip(ready, moving, strict=True)
+            Static({name: call.values[name] for name in names if name in call.values})
+            for call, names in zip(calls, moving, strict=True)
         ]
-        static_ready = [
-            replace(prepared, values={**prepared.values, **static.tensors})
-            for prepared, static in zip(ready, self._static, strict=True)
+        static_calls = [
+            replace(call, values={**call.values, **static.tensors})
+            for call, static in zip(calls, self._static, strict=True)
         ]
 
-        def work() -> Found:
+        def work() -> StepResult:
             state = self._state.clone()
             self._state.add_(self._one)
-            return run(static_ready, lambda: state)
+            return run(static_calls, lambda: state)
 
-        self._recording, self._found = self._pool.record(work)
+        self._recording, self._result = self._pool.record(work)
 
     def reset(self) -> None:
         """Frees the graph and what it holds."""
         if self._recording is not None:
             self._recording.reset()
-        self._found = None
+        self._result = None
+
+
+# Classes of the modes by their names in a plan.
+MODES: dict[str, type[CachedGraphs]] = {
+    "partial": PartialGraphs,
+    "transformer_engine": EngineGraphs,
+    "full_iteration": FullIterationGraphs,
+}
+
+
+def graphs_of(options: CudaGraphs, device: torch.device, enter: Callable[[], None]) -> NoGraphs:
+    """Returns the graphs of a module, of the mode that its plan names.
+
+    Args:
+        enter: called in front of what communicates.
+
+    Raises:
+        InputError: the mode needs a device or a library that is not there.
+    """
+    return MODES[options.impl](options, device, enter) if options.is_on else NoGraphs()

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from fxpar.errors import InputError
+from fxpar.ir.program import describe, note
 from fxpar.plan.option_groups import CudaGraphs
-from fxpar.runtime.calls import ForwardCalls, Runnable, StepCalls
+from fxpar.runtime.calls import ForwardCalls, LoweredStep, Runnable, StepCalls
+from fxpar.runtime.grad_buffers import Buffers, Waiting
 from fxpar.runtime.graphs.partial import GraphedForward, GraphedStep
 from fxpar.runtime.graphs.pool import Pool, new_pool
-from fxpar.runtime.graphs.transformer_engine import EngineStep, check_engine
+from fxpar.runtime.microbatches import StepOptions, StepResult
+from fxpar.runtime.random_state import RandomState
 
 
 class _Graphed(Protocol):
@@ -30,6 +34,12 @@ class _Graphed(Protocol):
 
 
 Made = TypeVar("Made", bound=_Graphed)
+
+
+# Gives the names of the values whose addresses change from call to call; only a mode that replays the call asks.
+MovingInputs = Callable[[], Collection[str]]
+# Runs a step with its microbatches and what gives its random state.
+Run = Callable[[Sequence[Any], Callable[[], Tensor]], StepResult]
 
 
 @dataclass(frozen=True)
@@ -53,8 +63,75 @@ class GraphFigures:
         return f"CUDA graphs: {self.graphs} for {self.variants} variants, recorded in {self.seconds:.2f} s{size}."
 
 
-class Graphs:
-    """Graphs of one module.
+class NoGraphs:
+    """What of a module's calls is replayed: nothing. Modes of CUDA graphs are subclasses.
+
+    Attributes:
+        is_on: whether any call is replayed.
+        holds_steps: whether one graph holds a whole training step, and no Python runs in it.
+    """
+
+    is_on = False
+    holds_steps = False
+
+    @property
+    def figures(self) -> GraphFigures | None:
+        """Returns what graphs take by now; None where the mode has none."""
+        return None
+
+    def check(self, step: LoweredStep) -> None:
+        """Refuses a step that graphs of the mode cannot hold.
+
+        Raises:
+            InputError: names the operation and the reason.
+        """
+
+    def step(self, calls: StepCalls, values: Mapping[str, Any], inputs: MovingInputs, key: Hashable) -> Runnable:
+        """Returns what runs forward and backward of a batch.
+
+        Args:
+            values: of the program's inputs, by name.
+            inputs: gives the names of those whose addresses change from call to call.
+            key: by what its graphs differ besides shapes and addresses.
+        """
+        return calls
+
+    def forward(
+        self, calls: ForwardCalls, values: Mapping[str, Any], inputs: MovingInputs, key: Hashable
+    ) -> GraphedForward | ForwardCalls:
+        """Returns what runs a forward alone; as for `step`."""
+        return calls
+
+    def train(
+        self,
+        batches: Sequence[Any],
+        run: Run,
+        options: StepOptions,
+        random: RandomState,
+        buffers: Buffers,
+        waiting: Waiting,
+    ) -> StepResult:
+        """Runs a training step.
+
+        Args:
+            batches: its microbatches, each a `BoundBatch`.
+            run: what the step does.
+            options: what else the step is called with.
+            random: the random state of steps that are not replayed.
+            buffers: of the gradients.
+            waiting: gradients that are not summed over the ranks yet, which no graph knows.
+
+        Raises:
+            InputError: something of the step cannot be replayed.
+        """
+        return run(batches, random.draw)
+
+    def close(self) -> None:
+        """Frees all graphs; no call can be made any more."""
+
+
+class CachedGraphs(NoGraphs):
+    """Graphs of one module, which are made when a call comes for the second time.
 
     Args:
         options: of the plan.
@@ -62,9 +139,9 @@ class Graphs:
         enter: called in front of what communicates.
     """
 
+    is_on = True
+
     def __init__(self, options: CudaGraphs, device: torch.device, enter: Callable[[], None] = lambda: None) -> None:
-        if options.impl == "transformer_engine":
-            check_engine(device)
         self.options, self.enter = options, enter
         self._device = device
         self._seen: set[Hashable] = set()
@@ -72,31 +149,19 @@ class Graphs:
         self._closed = False
         _OPEN.add(self)
 
-    def step(self, calls: StepCalls, values: Mapping[str, Any], inputs: Collection[str], key: Hashable) -> Runnable:
-        """What runs a step.
-
-        Args:
-            values: of the program's inputs, by name.
-            inputs: names of those whose addresses change from call to call.
-            key: by what its graphs differ besides shapes and addresses.
-        """
-        key = ("step", id(calls), *key_of(values, inputs), key)
-        kind = EngineStep if self.options.impl == "transformer_engine" else GraphedStep
-        runnable: Runnable = self.variant(key, lambda pool: kind(calls, inputs, pool), calls)
-        return runnable
-
     def forward(
-        self, calls: ForwardCalls, values: Mapping[str, Any], inputs: Collection[str], key: Hashable
+        self, calls: ForwardCalls, values: Mapping[str, Any], inputs: MovingInputs, key: Hashable
     ) -> GraphedForward | ForwardCalls:
-        """What runs a forward alone; as for `step`."""
-        key = ("forward", id(calls), *key_of(values, inputs), key)
+        """See `NoGraphs`."""
+        moving = inputs()
+        key = ("forward", id(calls), *key_of(values, moving), key)
         forward: GraphedForward | ForwardCalls = self.variant(
-            key, lambda pool: GraphedForward(calls, inputs, pool), calls
+            key, lambda pool: GraphedForward(calls, moving, pool), calls
         )
         return forward
 
     def variant(self, key: Hashable, make: Callable[[Pool], Made], plain: Any) -> Any:
-        """What runs calls of a key; `plain` the first time.
+        """Returns what runs calls of a key; `plain` the first time.
 
         Raises:
             InputError: there are as many variants as the plan admits, or the module is closed.
@@ -132,19 +197,46 @@ class Graphs:
 
     @property
     def figures(self) -> GraphFigures:
-        """What they take by now."""
+        """See `NoGraphs`."""
         variants = [variant for _, known in self._pools for variant in known.values()]
         costs = [pool.cost for pool, _ in self._pools]
         seconds, size = (sum(column) for column in zip(*costs, strict=True)) if costs else (0.0, 0)
         return GraphFigures(sum(variant.graphs for variant in variants), len(variants), seconds, size)
 
     def close(self) -> None:
-        """Frees all graphs; no call can be made any more."""
+        """See `NoGraphs`."""
         self._closed = True
         for _, known in self._pools:
             for variant in known.values():
                 variant.reset()
         self._pools.clear()
+
+
+class PartialGraphs(CachedGraphs):
+    """Runs of calls that a graph can hold are one graph; what stands between them runs as it is."""
+
+    def step(self, calls: StepCalls, values: Mapping[str, Any], inputs: MovingInputs, key: Hashable) -> Runnable:
+        """See `NoGraphs`."""
+        moving = inputs()
+        key = ("step", id(calls), *key_of(values, moving), key)
+        runnable: Runnable = self.variant(key, lambda pool: self._graphed(calls, moving, pool), calls)
+        return runnable
+
+    def _graphed(self, calls: StepCalls, inputs: Collection[str], pool: Pool) -> Any:
+        return GraphedStep(calls, inputs, pool)
+
+
+def refuse_uncaptured(step: LoweredStep) -> None:
+    """Refuses a step that one graph is to hold and cannot.
+
+    Raises:
+        InputError: names the operation and the reason.
+    """
+    node = step.uncaptured
+    if node is not None:
+        reason = note(node).uncaptured
+        remedy = "set CudaGraphs('partial'), whose graphs end there"
+        raise InputError(f"is no part of a CUDA graph: it {reason}", where=describe(node), remedy=remedy)
 
 
 def key_of(values: Mapping[str, Any], inputs: Collection[str]) -> tuple[Hashable, Hashable]:
@@ -155,7 +247,7 @@ def key_of(values: Mapping[str, Any], inputs: Collection[str]) -> tuple[Hashable
 
 
 # Those of this process: graphs hold communicators, which must outlive them.
-_OPEN: weakref.WeakSet[Graphs] = weakref.WeakSet()
+_OPEN: weakref.WeakSet[CachedGraphs] = weakref.WeakSet()
 
 
 @atexit.register

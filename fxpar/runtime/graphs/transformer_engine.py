@@ -9,14 +9,16 @@ It warms functions up by running them, so gradients are placed only while a grap
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxpar.errors import InputError
-from fxpar.runtime.calls import GradientSink, StepCalls, Values
+from fxpar.plan.option_groups import CudaGraphs
+from fxpar.runtime.calls import GradientSink, LoweredStep, Runnable, StepCalls, Values
+from fxpar.runtime.graphs.graph_cache import MovingInputs, PartialGraphs, refuse_uncaptured
 from fxpar.runtime.graphs.partial import Noting, copied
 from fxpar.runtime.graphs.pool import Flight, Pool
 
@@ -130,6 +132,26 @@ class EngineStep:
     def reset(self) -> None:
         """Frees the graphs and what they hold."""
         self._graphed, self.values, self.found, self.placing, self._placed = None, {}, {}, None, []
+
+
+class EngineGraphs(PartialGraphs):
+    """Forward and backward of a batch are captured by Transformer Engine."""
+
+    def __init__(self, options: CudaGraphs, device: torch.device, enter: Callable[[], None] = lambda: None) -> None:
+        check_engine(device)
+        super().__init__(options, device, enter)
+
+    def check(self, step: LoweredStep) -> None:
+        """See `NoGraphs`."""
+        refuse_uncaptured(step)
+
+    def step(self, calls: StepCalls, values: Mapping[str, Any], inputs: MovingInputs, key: Hashable) -> Runnable:
+        """See `NoGraphs`."""
+        self.check(calls.step)
+        return super().step(calls, values, inputs, key)
+
+    def _graphed(self, calls: StepCalls, inputs: Collection[str], pool: Pool) -> EngineStep:
+        return EngineStep(calls, inputs, pool)
 
 
 def _engine() -> Any:

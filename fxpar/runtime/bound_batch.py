@@ -1,0 +1,122 @@
+"""A batch bound to the program that runs it, and to the weights that it runs on.
+
+Every call and every microbatch is one `BoundBatch`. `Programs` makes it, `Runner` adds what the program takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from fxpar.capture.capture import Captured
+from fxpar.ir.program import Program
+from fxpar.ir.step import RNG_PATH
+from fxpar.ops.lower import Lowered
+from fxpar.passes.differentiate import is_differentiable
+from fxpar.runtime.grad_buffers import TensorAddresses
+from fxpar.runtime.steps import Steps
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program for one mode and one structure of the batch, ready to run.
+
+    Attributes:
+        ready: as a rank runs it where all bring as many rows; `uneven` where they do not, made on first use.
+        constants: the program's constants on the device.
+        indices: the rank's index on each axis, on the device.
+        differentiated: whether it was made for steps; `is_differentiable` says whether it is fit for them.
+        admitted: sizes at which the trace is known to be the model.
+        padded: inputs of which it is known that what pads them does not matter.
+        spare: the same with buffers of as many places as rows may need, where the plan has a budget; made on first use.
+    """
+
+    captured: Captured
+    program: Program
+    ready: Steps
+    constants: Mapping[str, Tensor]
+    indices: tuple[Tensor, ...]
+    differentiated: bool = True
+    uneven: list[Steps] = field(default_factory=list)
+    admitted: set[tuple[int, ...]] = field(default_factory=set)
+    padded: set[str] = field(default_factory=set)
+    spare: list[Compiled] = field(default_factory=list)
+
+    @property
+    def lowered(self) -> Lowered:
+        """Returns the module that runs where all ranks bring as many rows."""
+        return self.ready.lowered
+
+    @cached_property
+    def random_inputs(self) -> tuple[str, ...]:
+        """Returns the names of the placeholders of the random state."""
+        return tuple(entry.node for entry in self.program.inputs if entry.path == RNG_PATH)
+
+    @cached_property
+    def is_differentiable(self) -> bool:
+        """Returns whether its steps are for all sizes that it admits."""
+        return self.differentiated or is_differentiable(self.program)
+
+    def admits(self, sizes: Mapping[str, int]) -> bool:
+        """Returns whether the program is the model for inputs of these sizes."""
+        key = tuple(sizes.values())
+        if key not in self.admitted:
+            conditions = self.captured.program.conditions
+            if self.captured.spec.admits(sizes) and all(condition.holds(sizes) for condition in conditions):
+                self.admitted.add(key)
+        return key in self.admitted
+
+
+@dataclass(frozen=True)
+class BoundBatch:
+    """A batch bound to its program, and from `Runner.prepared` on to the module's weights.
+
+    Attributes:
+        ready: what runs.
+        inputs: by path, on the device.
+        sizes: values of the symbols, of what this rank brings.
+        places: the rank's index on each axis and, where ranks bring other numbers of rows, how many all bring and those
+            before this one: the last inputs of the module.
+        fills: inputs as they may be as well, where some were made longer, by path; `unproven` are these.
+        rows: of each data rank, where they differ.
+        loss: name of the output that is differentiated; empty in a plain call.
+        are_equal: whether the ranks' values are equal, where the device has yet to say that.
+        values: what the program takes, by name of the placeholder, but for the random state.
+        leaves: the tensors that require gradients, by name of the parameter.
+        others: those of the values that are none of the module's weights.
+        addresses: where the weights lie.
+    """
+
+    compiled: Compiled
+    ready: Steps
+    inputs: Mapping[str, Tensor]
+    sizes: Mapping[str, int]
+    places: tuple[Tensor, ...]
+    fills: Mapping[str, Tensor] = field(default_factory=dict)
+    unproven: frozenset[str] = frozenset()
+    rows: tuple[int, ...] = ()
+    loss: str = ""
+    are_equal: Tensor | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+    leaves: Mapping[str, Tensor] = field(default_factory=dict)
+    others: Mapping[str, Any] = field(default_factory=dict)
+    addresses: TensorAddresses | None = None
+
+    @property
+    def adds(self) -> bool:
+        """Returns whether the loss of a step is the sum of those of its microbatches."""
+        return self.compiled.program.plan.loss_reduction == "sum"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Returns what the program takes of the call alone, by name of the placeholder, but for the random state."""
+        inputs = {e.node: self.inputs[e.path] for e in self.compiled.program.inputs if e.path != RNG_PATH}
+        return {**inputs, **dict(zip(self.ready.lowered.places, self.places, strict=True))}
+
+    def drawing(self, state: Callable[[], Tensor]) -> dict[str, Any]:
+        """Returns the values with the random state, which is asked for where there are draws."""
+        return {**self.values, **{name: state() for name in self.compiled.random_inputs}}
