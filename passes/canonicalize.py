@@ -12,6 +12,10 @@ import torch
 from torch import fx
 
 from fxpar.errors import PassError, loop_of_experts
+from fxpar.experts.compiler.bin_counts import count_by_comparison
+from fxpar.experts.compiler.chosen_matrices import recognize_chosen
+from fxpar.experts.compiler.looped_experts import recognize_loops
+from fxpar.experts.compiler.sorted_rows import recognize_rows
 from fxpar.ir.program import (
     Program,
     Property,
@@ -26,10 +30,6 @@ from fxpar.ir.program import (
 )
 from fxpar.layout.symbolic_sizes import Size, names, simplify
 from fxpar.manager import register_pass
-from fxpar.passes.bin_counts import count_by_comparison
-from fxpar.passes.chosen_matrices import recognize_chosen
-from fxpar.passes.looped_experts import recognize_loops
-from fxpar.passes.sorted_rows import recognize_rows
 from fxpar.rewrite.loss_reduction import add_losses
 from fxpar.rules import bind_arguments
 

@@ -16,11 +16,19 @@ from typing import Any
 
 from torch import fx
 
+from fxpar.experts.compiler.choices import ChosenRows, argument, aten, choices, chosen_of, fxp, plain
+from fxpar.experts.compiler.matrix_products import Product, contraction, places_of, product_of
+from fxpar.experts.compiler.row_operations import (
+    ALONG,
+    along,
+    for_all_rows,
+    is_pointwise,
+    is_written,
+    pointwise,
+    with_trail,
+)
 from fxpar.ir.program import TensorType, is_tensor, note, operands, tensor_type
 from fxpar.layout.symbolic_sizes import Size, product
-from fxpar.passes.choices import ChosenRows, argument, aten, choices, chosen_of, fxp, plain
-from fxpar.passes.matrix_products import Product, contraction, places_of, product_of
-from fxpar.passes.row_operations import ALONG, along, for_all_rows, is_pointwise, is_written, pointwise, with_trail
 from fxpar.rules import bind_arguments
 
 

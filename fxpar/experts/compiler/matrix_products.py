@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.experts.compiler.choices import argument, aten
 from fxpar.ir.program import is_tensor, tensor_type
 from fxpar.layout.symbolic_sizes import Size
-from fxpar.passes.choices import argument, aten
 from fxpar.rules import bind_arguments
 
 _PRODUCTS = (aten.bmm.default, aten.matmul.default)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from fxpar.experts.compiler.choices import argument, aten, choices, chosen_of
+from fxpar.experts.compiler.expert_masks import Column, Loop
 from fxpar.ir.program import is_tensor, tensor_type
-from fxpar.passes.choices import argument, aten, choices, chosen_of
-from fxpar.passes.expert_masks import Column, Loop
 from fxpar.rules import bind_arguments
 
 

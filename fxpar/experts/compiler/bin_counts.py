@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from fxpar.errors import CaptureError
+from fxpar.experts.compiler.choices import argument, plain
+from fxpar.experts.compiler.emitter import Emitter
 from fxpar.ir.program import TensorType, note, tensor_type
-from fxpar.passes.choices import argument, plain
-from fxpar.passes.token_cuts import Emitter
 from fxpar.rules import bind_arguments
 
 aten = torch.ops.aten

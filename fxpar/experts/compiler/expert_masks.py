@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from fxpar.experts.compiler.choices import argument, aten, chosen_of, plain
 from fxpar.ir.program import is_tensor, tensor_type
-from fxpar.passes.choices import argument, aten, chosen_of, plain
 from fxpar.rules import bind_arguments
 
 _ZEROS = (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)

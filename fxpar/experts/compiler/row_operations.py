@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import fx
 
+from fxpar.experts.compiler.choices import ChosenRows, aten
 from fxpar.ir.program import TensorType, is_tensor, note, operands, output_types, tensor_type
 from fxpar.layout.symbolic_sizes import Size, product
-from fxpar.passes.choices import ChosenRows, aten
 from fxpar.rules import bind_arguments
 from fxpar.rules.table import rule_of
 from fxpar.signatures.pointwise import pointwise_labels

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.experts.compiler.choices import SHAPED, ChosenRows, argument, chosen_of, is_choice
 from fxpar.ir.program import TensorType, is_tensor, tensor_type
 from fxpar.layout.symbolic_sizes import Size
-from fxpar.passes.choices import SHAPED, ChosenRows, argument, chosen_of, is_choice
 from fxpar.rules import bind_arguments
 
 aten, fxp = torch.ops.aten, torch.ops.fxpar

@@ -17,12 +17,20 @@ from dataclasses import dataclass
 import torch.utils._pytree as pytree
 from torch import fx
 
+from fxpar.experts.compiler.choices import ChosenRows, argument, aten, choices, fxp, plain
+from fxpar.experts.compiler.expert_masks import Loop, is_zero
+from fxpar.experts.compiler.expert_terms import Term, added, is_loop, terms_of
+from fxpar.experts.compiler.row_operations import (
+    ALONG,
+    along,
+    for_all_rows,
+    is_pointwise,
+    is_written,
+    pointwise,
+    with_trail,
+)
 from fxpar.ir.program import TensorType, is_tensor, operands, tensor_type
 from fxpar.layout.symbolic_sizes import Size, product
-from fxpar.passes.choices import ChosenRows, argument, aten, choices, fxp, plain
-from fxpar.passes.expert_masks import Loop, is_zero
-from fxpar.passes.expert_terms import Term, added, is_loop, terms_of
-from fxpar.passes.row_operations import ALONG, along, for_all_rows, is_pointwise, is_written, pointwise, with_trail
 from fxpar.rules import bind_arguments
 
 _VIEWS = (aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.flatten.using_ints)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.experts.compiler.emitter import Emitter
 from fxpar.ir.program import TensorType, tensor_type
 from fxpar.layout.symbolic_sizes import Size, divide
-from fxpar.passes.token_cuts import Emitter
 from fxpar.rules import bind_arguments
 
 aten, fxp = torch.ops.aten, torch.ops.fxpar

@@ -1,0 +1,1 @@
+"""Layers of experts: what recognises them, and what compiles them."""

@@ -1,0 +1,1 @@
+"""What the passes use to recognise experts and to write their rows."""
