@@ -23,8 +23,7 @@ from fxpar.manager import Pass, PassManager, Verifier
 from fxpar.mesh.axes import Cuts, axis_that
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
-from fxpar.passes import DEFAULT_PASSES
-from fxpar.passes.canonicalize import canonicalize
+from fxpar.passes import CANONICAL_PASSES, DEFAULT_PASSES
 from fxpar.passes.differentiate import is_differentiable, sizes_needed
 from fxpar.passes.mark_regions import mark_regions
 from fxpar.passes.outline_layers import outline_layers
@@ -99,7 +98,7 @@ def capture_differentiable(
     while True:
         captured = capture(model, batch, plan, loss, fixed)
         try:
-            needed = sizes_needed(PassManager([canonicalize]).run(captured.program))
+            needed = sizes_needed(PassManager(CANONICAL_PASSES).run(captured.program))
         except FxparError:
             return captured  # the pass says so where it has its turn
         program = captured.program.with_(conditions=needed.conditions)

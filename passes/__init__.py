@@ -18,12 +18,16 @@ from fxpar.passes.fold_masks import fold_masks
 from fxpar.passes.insert_collectives import insert_collectives
 from fxpar.passes.localize import localize
 from fxpar.passes.partition_stages import partition_stages
+from fxpar.passes.recognize_experts import recognize_experts
 from fxpar.passes.split import SPLIT_PASSES
 from fxpar.passes.vocab_parallel import vocab_parallel
 
-DEFAULT_PASSES: tuple[Pass, ...] = (canonicalize, fold_masks, *SPLIT_PASSES, partition_stages)
+# These write each thing in one way.
+CANONICAL_PASSES: tuple[Pass, ...] = (canonicalize, recognize_experts)
+DEFAULT_PASSES: tuple[Pass, ...] = (*CANONICAL_PASSES, fold_masks, *SPLIT_PASSES, partition_stages)
 
 __all__ = [
+    "CANONICAL_PASSES",
     "DEFAULT_PASSES",
     "annotate",
     "assign_rng",
@@ -36,5 +40,6 @@ __all__ = [
     "insert_collectives",
     "localize",
     "partition_stages",
+    "recognize_experts",
     "vocab_parallel",
 ]

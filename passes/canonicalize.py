@@ -11,24 +11,24 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.errors import PassError, loop_of_experts
-from fxpar.experts.compiler.bin_counts import count_by_comparison
-from fxpar.experts.compiler.chosen_matrices import recognize_chosen
-from fxpar.experts.compiler.looped_experts import recognize_loops
-from fxpar.experts.compiler.sorted_rows import recognize_rows
+from fxpar.errors import CaptureError, PassError
+from fxpar.experts.compiler.choices import argument, plain
+from fxpar.experts.compiler.emitter import Emitter
 from fxpar.ir.program import (
     Program,
     Property,
     ScalarType,
     TensorType,
     is_tensor,
+    name_sizes,
     note,
     output_types,
+    remove_dead,
     set_note,
     tensor_type,
     update,
 )
-from fxpar.layout.symbolic_sizes import Size, names, simplify
+from fxpar.layout.symbolic_sizes import Size, simplify
 from fxpar.manager import register_pass
 from fxpar.rewrite.loss_reduction import add_losses
 from fxpar.rules import bind_arguments
@@ -111,6 +111,10 @@ _EMPTY: Mapping[Any, Any] = {
     aten.new_empty_strided.default: aten.new_zeros.default,
 }
 _VIEWS = {aten._unsafe_view.default: aten.view.default}
+# Which give a value and its place along a dimension.
+_PLACES = (aten.topk.default, aten.max.dim, aten.min.dim)
+# Which give the place alone, without a dimension that among all elements.
+_ARGUMENTS = (aten.argmax.default, aten.argmin.default)
 _WHERE_IT_RUNS = ("device", "pin_memory", "layout", "non_blocking")
 
 
@@ -133,13 +137,10 @@ def canonicalize(program: Program) -> Program:
     Asserts, operations that return their operand, devices and dead code go; memory that nothing has written is zeros;
     sizes `-1` become numbers where they are numbers, and numbers of elements products of sizes; indexing by positions
     that are neighbours and that the author wrote down becomes a slice; a value that is written at a mask is a choice
-    (`masked_writes`); counts are comparisons and sums; biases, those
-    of convolutions too, are separate additions, so that a row-split product can be reduced before its bias is added;
-    rows that are sorted by expert for grouped products, pairs of token and expert that take a matrix each, and loops
-    over experts are rows of `fxpar.ops.permute` (`sorted_rows`, `chosen_matrices`, `looped_experts`); losses that
-    functions add by the plan's word are terms of the loss (`added_losses`). Values, gradients
-    and the order of random nodes stay. Refuses sub-graphs: what is in them has no layout, and loops over experts that
-    pick rows and are not recognised.
+    (`masked_writes`); counts are comparisons and sums; biases, those of convolutions too, are separate additions, so
+    that a row-split product can be reduced before its bias is added; losses that functions add by the plan's word are
+    terms of the loss (`added_losses`). Values, gradients and the order of random nodes stay. Refuses sub-graphs: what
+    is in them has no layout.
     """
     for module, node in _walk(program.graph_module):
         if module is not program.graph_module or node.op == "get_attr":
@@ -149,13 +150,10 @@ def canonicalize(program: Program) -> Program:
         if node.op == "call_function":
             _rewrite(program.graph, node)
     _slice_by_constants(program)
-    recognize_rows(program.graph)
-    recognize_chosen(program.graph)
-    recognize_loops(program.graph)
     choose_by_masks(program)
-    _name_sizes(program)
-    _remove_dead(program.graph)
-    return _without_picked(program)
+    name_sizes(program)
+    remove_dead(list(program.graph.nodes))
+    return program
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
@@ -181,7 +179,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     elif target is aten.addmm.default and not node.kwargs:
         _separate_bias(graph, node, node.args[0], node.args[1:3], aten.mm.default)
     elif target is torch.ops.fxpar.bin_counts.default:
-        count_by_comparison(graph, node)
+        _count_by_comparison(graph, node)
     elif target is aten.sym_numel.default:
         _multiply_sizes(graph, node)
     elif target is aten.bilinear.default and len(node.args) > 3 and node.args[3] is not None:
@@ -273,6 +271,63 @@ def _along_channels(graph: fx.Graph, node: fx.Node, bias: fx.Node) -> fx.Node:
     return set_note(view, replace(note(node), type=TensorType(kind.dtype, shape)))
 
 
+def _count_by_comparison(graph: fx.Graph, node: fx.Node) -> None:
+    """Writes how often each number occurs as comparisons.
+
+    Before::
+
+        %n = fxpar.bin_counts.default(%chosen, 8) : i64[8]
+
+    After::
+
+        %column = aten.view.default(%chosen, [-1, 1]) : i64[2*b*s, 1]
+        %numbers = aten.arange.default(8) : i64[8]
+        %marks = aten.eq.Tensor(%column, %numbers) : bool[2*b*s, 8]
+        %n = aten.sum.dim_IntList(%marks, [0]) : i64[8]
+
+    A larger number would make more counts, and sizes of a program do not depend on values. What a top-k or an argmax
+    gives is smaller than the size of what it chooses of.
+
+    Raises:
+        CaptureError: a number may be larger than those that are counted.
+    """
+    source, count = argument(node, 0), argument(node, 1)
+    if _beyond(source) > count:
+        raise CaptureError(
+            f"how many counts it gives depends on values of tensors: they may be {count} or more",
+            where=note(node).source or f"%{node.name}",
+            remedy=f"count what a top-k or an argmax chooses of at most {count}, or write "
+            f"torch.nn.functional.one_hot(x, {count}).sum(0)",
+        )
+    emit, kind = Emitter(graph, node), tensor_type(source)
+    column = emit.view(source, [-1, 1], (*kind.shape, 1))
+    numbers = emit.call(aten.arange.default, (count,), TensorType(torch.int64, (count,)))
+    marks = emit.call(aten.eq.Tensor, (column, numbers), TensorType(torch.bool, (*kind.shape, count)))
+    counts = emit.call(aten.sum.dim_IntList, (marks, [0]), TensorType(torch.int64, (count,)))
+    node.replace_all_uses_with(counts)
+    graph.erase_node(node)
+
+
+def _beyond(value: fx.Node) -> Any:
+    """A number that none of the values reaches, all of which are 0 or more; infinite where none is known."""
+    value = plain(value)
+    while value.target is aten._to_copy.default and not tensor_type(value).is_float:
+        value = plain(argument(value, 0))
+    if value.target in _ARGUMENTS:
+        return _size_along(value)
+    if value.target is operator.getitem and argument(value, 1) == 1 and argument(value, 0).target in _PLACES:
+        return _size_along(argument(value, 0))
+    return float("inf")
+
+
+def _size_along(node: fx.Node) -> Any:
+    """The size of the dimension along which places are given; infinite where it is a size of the batch."""
+    arguments, shape = bind_arguments(node), tensor_type(argument(node, 0)).shape
+    dim = arguments.get("dim", None if node.target in _ARGUMENTS else -1)
+    size = shape[int(dim)] if dim is not None and shape else None
+    return size if isinstance(size, int) else float("inf")
+
+
 def _separate_bias(graph: fx.Graph, node: fx.Node, bias: Any, args: Any, target: Any) -> None:
     product_type = tensor_type(node)
     with graph.inserting_before(node):
@@ -304,43 +359,6 @@ def _slice_by_constants(program: Program) -> None:
         if positions and positions == list(range(positions[0], positions[0] + len(positions))):
             node.target = aten.slice.Tensor
             node.args = (whole, places[0], positions[0], positions[-1] + 1)
-
-
-def _name_sizes(program: Program) -> None:
-    """One node for each symbol, named like it."""
-    known: dict[str, fx.Node] = {}
-    for node in list(program.graph.nodes):
-        kind = note(node).type if node.op == "call_function" else None
-        if node.target is not aten.sym_size.int or not isinstance(kind, ScalarType):
-            continue
-        name = str(kind.value)
-        if name in known:
-            node.replace_all_uses_with(known[name])
-        elif name in {symbol.name for symbol in program.symbols}:
-            node.name = program.graph._graph_namespace.create_name(name, None)
-            known[name] = node
-
-
-def _remove_dead(graph: fx.Graph) -> None:
-    """Draws that nothing uses stay: those behind them would take their bits."""
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not note(node).random:
-            graph.erase_node(node)
-
-
-def _without_picked(program: Program) -> Program:
-    """The program without the numbers of rows that loops over experts pick.
-
-    Raises:
-        CaptureError: a loop is left, which was not recognised.
-    """
-    used: set[str] = set()
-    for node in program.graph.nodes:
-        if node.target is aten.where.default:
-            raise loop_of_experts(note(node).source or f"%{node.name}", note(node).fqn)
-        if node.op != "output":
-            used |= names(size for kind in output_types(node) for size in kind.shape)
-    return program.with_(counted=tuple(symbol for symbol in program.counted if symbol.name in used))
 
 
 def _walk(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, fx.Node]]:

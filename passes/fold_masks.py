@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -11,7 +11,7 @@ from torch import fx
 
 from fxpar.elements import TRUE, Element, Numbers, Predicate, broadcast, elements, index
 from fxpar.errors import PassError
-from fxpar.ir.program import Note, Program, Property, ScalarType, TensorType, note, set_note, tensor_type
+from fxpar.ir.program import Note, Program, Property, ScalarType, TensorType, note, remove_dead, set_note, tensor_type
 from fxpar.layout.symbolic_sizes import Size, simplify
 from fxpar.manager import register_pass
 from fxpar.rules import bind_arguments
@@ -67,7 +67,7 @@ def fold_masks(program: Program) -> Program:
             if window is not None:
                 windows[rows, kind] = window
                 _set_mask(node, window, False)
-    _remove_unused(program.graph, above)
+    remove_dead(above)
     return program
 
 
@@ -166,10 +166,3 @@ def _size_node(graph: fx.Graph, user: fx.Node, size: Size) -> fx.Node | None:
         if isinstance(kind, ScalarType) and simplify(kind.value - size) == 0:
             return node  # type: ignore[no-any-return]
     return None
-
-
-def _remove_unused(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-    """Erases those of the nodes that nothing uses; none of what the masks were made of has effects."""
-    for node in reversed(nodes):
-        if node.op == "call_function" and not node.users and not note(node).random:
-            graph.erase_node(node)

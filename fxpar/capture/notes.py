@@ -109,7 +109,7 @@ class Notes:
             ) from None
 
     def _declare_picked(self, node: fx.Node) -> bool:
-        """Names how many pairs a loop picks for an expert: `canonicalize` is to recognise it, or refuses it."""
+        """Names how many pairs a loop picks for an expert: `recognize_experts` is to recognise it, or refuses it."""
         choice = choice_of(node) if node.target in (FINDS, FINDS_TOO) else None
         if choice is None:
             return False

@@ -242,7 +242,7 @@ def loss_shapes() -> Iterator[None]:
 def known_counts() -> Iterator[None]:
     """While active, `bincount` with a `minlength` gives as many counts, not as many as its values ask for.
 
-    That no value is larger is for `canonicalize` to find out, which refuses others (`count_by_comparison`).
+    That no value is larger is for `canonicalize` to find out, which refuses others.
     """
     bincount = torch.ops.aten.bincount.default
     original = fake_impls.op_implementations_dict[bincount]

@@ -173,10 +173,12 @@ def _summary(program: Program, how: str) -> dict[str, Any]:
 
     from fxpar.cost.reasons import without_rule
     from fxpar.ir.program import note
-    from fxpar.passes.canonicalize import canonicalize
+    from fxpar.passes import CANONICAL_PASSES
     from fxpar.text.printing import target_name
 
-    canonical = program if Property.CANONICAL in program.properties else canonicalize(program.copy())
+    canonical = program.copy()
+    for item in CANONICAL_PASSES if Property.CANONICAL not in program.properties else ():
+        canonical = item(canonical)
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     return {
         "how": how,

@@ -515,3 +515,25 @@ def with_operands(node: fx.Node, replacements: Sequence[fx.Node]) -> None:
         return value
 
     node.args, node.kwargs = visit(node.args), visit(node.kwargs)
+
+
+def name_sizes(program: Program) -> None:
+    """Leaves one node for each symbol, named like it."""
+    known: dict[str, fx.Node] = {}
+    for node in list(program.graph.nodes):
+        kind = note(node).type if node.op == "call_function" else None
+        if node.target is not torch.ops.aten.sym_size.int or not isinstance(kind, ScalarType):
+            continue
+        name = str(kind.value)
+        if name in known:
+            node.replace_all_uses_with(known[name])
+        elif name in {symbol.name for symbol in program.symbols}:
+            node.name = program.graph._graph_namespace.create_name(name, None)
+            known[name] = node
+
+
+def remove_dead(nodes: Sequence[fx.Node]) -> None:
+    """Erases those of the nodes that nothing uses; draws stay, since those behind them would take their bits."""
+    for node in reversed(nodes):
+        if node.op == "call_function" and not node.users and not note(node).random:
+            node.graph.erase_node(node)

@@ -156,7 +156,7 @@ def check_counted(program: Program) -> None:
                     remedy="give each exchange its own split sizes",
                 )
             cut[name] = {axis for layout in output_layouts(node) for axis, p in layout if p.is_shard}
-        if node.target is _WHERE and Property.CANONICAL not in program.properties:
+        if node.target is _WHERE and Property.LAYOUTS not in program.properties:
             _check_picked(node, known, sizes)
             cut |= {name: set() for name in sizes if sizes[name] is node}
         counted = known & names(size for kind in output_types(node) for size in kind.shape) if known else set()
@@ -175,7 +175,7 @@ def check_counted(program: Program) -> None:
 
 
 def _check_picked(node: fx.Node, known: set[str], sizes: dict[str, fx.Node]) -> None:
-    """A loop over experts picks a number of rows of its own for each, until `canonicalize` has recognised it."""
+    """A loop over experts picks a number of rows for each, until `recognize_experts` has written it as sorted rows."""
     picked = names(size for kind in output_types(node) for size in kind.shape) & known
     if len(picked) != 1 or any(sizes.setdefault(name, node) is not node for name in picked):
         raise CheckFailed(

@@ -35,9 +35,9 @@ from fxpar.ir.step import RNG_PATH, buffer_name, is_excess, module_of_load, writ
 from fxpar.layout.shards import local_block, without_padding
 from fxpar.manager import PassManager
 from fxpar.mesh.axes import coordinates
+from fxpar.passes import CANONICAL_PASSES
 from fxpar.passes.annotate import annotate
 from fxpar.passes.assign_rng import assign_rng
-from fxpar.passes.canonicalize import canonicalize
 from fxpar.passes.divide_batch import divide_batch
 from fxpar.passes.insert_collectives import insert_collectives
 from fxpar.verify.capacity_reference import drop_beyond_capacity
@@ -108,9 +108,9 @@ def reference_program(captured: Program) -> Program:
     """The captured program on one device with the counter generator's masks, in float64."""
     if captured.loss and captured.plan.loss_reduction != "mean":
         # What the plan takes for the loss is written into the graph; its numbers are those of the whole.
-        captured = PassManager([canonicalize, divide_batch]).run(captured)
+        captured = PassManager([*CANONICAL_PASSES, divide_batch]).run(captured)
     single = captured.with_(plan=captured.plan.on_one_rank())
-    program = promote(PassManager([canonicalize, annotate, insert_collectives, assign_rng]).run(single))
+    program = promote(PassManager([*CANONICAL_PASSES, annotate, insert_collectives, assign_rng]).run(single))
     if captured.plan.capacity_factor is not None and Property.EXPERTS not in captured.properties:
         drop_beyond_capacity(program, captured.plan)
     return program
@@ -391,7 +391,7 @@ def _check_capture(
         state = {name: value.to(device) for name, value in state.items()}
         programs = {"captured": captured.program}
         if canonical:
-            programs["canonical"] = PassManager([canonicalize]).run(captured.program)
+            programs["canonical"] = PassManager(CANONICAL_PASSES).run(captured.program)
 
         def graph(label: str, program: Program) -> SimulationResult:
             _seed(device)

@@ -67,33 +67,33 @@ CASES = {
         "run {small}:build --until partition_stages",
         "--until partition_stages: the pass runs where the plan has a pipeline",
     ),
-    "until a past pass": ("run {dump}/06-annotate.txt --until annotate", "the program has this pass behind it"),
+    "until a past pass": ("run {dump}/07-annotate.txt --until annotate", "the program has this pass behind it"),
     "print after no pass": ("run {small}:build --print-after moon", "--print-after moon: there is no such pass"),
-    "flags on a text": ("run {dump}/06-annotate.txt --tp 4", "--tp: the plan stands in the text; edit its plan line"),
-    "sizes on a text": ("verify {dump}/06-annotate.txt --seq 4", "--seq: the text is of a captured model"),
-    "mode on a text": ("comm {dump}/06-annotate.txt --eval", "--train/--eval: the text is of a captured model"),
+    "flags on a text": ("run {dump}/07-annotate.txt --tp 4", "--tp: the plan stands in the text; edit its plan line"),
+    "sizes on a text": ("verify {dump}/07-annotate.txt --seq 4", "--seq: the text is of a captured model"),
+    "mode on a text": ("comm {dump}/07-annotate.txt --eval", "--train/--eval: the text is of a captured model"),
     "malformed text": ("verify {tmp}/malformed.txt", "malformed.txt:2: the plan is no JSON"),
     "no text": ("verify {tmp}/odd.yaml", "is no program's text: it does not start with 'fxpar 2'"),
     "values of a lone text": ("verify {tmp}/lone.txt --level values", "needs 00-capture.txt and values.safetensors"),
     "a symbol without values": (
-        "verify {tmp}/symbol/11-localize.txt --level values",
+        "verify {tmp}/symbol/12-localize.txt --level values",
         "has no size 'input_ids.0' for the symbol b",
     ),
     "values of another model": (
-        "verify {tmp}/other/11-localize.txt --level values",
+        "verify {tmp}/other/12-localize.txt --level values",
         "'state/transformer.wpe.weight' is f32[63, 96], the",
     ),
-    "damaged values": ("verify {tmp}/damaged/11-localize.txt --level values", "values.safetensors: cannot be read"),
+    "damaged values": ("verify {tmp}/damaged/12-localize.txt --level values", "values.safetensors: cannot be read"),
     "values of a big model": (f"verify {BIG}", "the model has no values: it was built without memory"),
     "bisection of a big model": (f"bisect {BIG}", "the model has no values"),
-    "diff of one": ("diff {dump}/06-annotate.txt", "takes two texts and finds 1"),
-    "diff with a missing file": ("diff {dump}/06-annotate.txt {tmp}/missing.txt", "missing.txt: No such file"),
+    "diff of one": ("diff {dump}/07-annotate.txt", "takes two texts and finds 1"),
+    "diff with a missing file": ("diff {dump}/07-annotate.txt {tmp}/missing.txt", "missing.txt: No such file"),
     "diff of a missing pass": ("diff {dump} annotate moon", "holds no text after pass 'moon'; choose from capture"),
     "diff of an empty folder": ("diff {tmp}/empty a b", "empty: holds no NN-pass.txt"),
     "diff of a folder": ("diff {dump} {dump}", "Is a directory"),
-    "size of no symbol": ("comm {dump}/11-localize.txt --size q=3", "--size q=3: is no symbol of the program"),
-    "size that is none": ("comm {dump}/11-localize.txt --size b=-3", "--size b=-3: is no positive integer"),
-    "bisection of a text": ("bisect {dump}/11-localize.txt", "one text has no passes to choose from"),
+    "size of no symbol": ("comm {dump}/12-localize.txt --size q=3", "--size q=3: is no symbol of the program"),
+    "size that is none": ("comm {dump}/12-localize.txt --size b=-3", "--size b=-3: is no positive integer"),
+    "bisection of a text": ("bisect {dump}/12-localize.txt", "one text has no passes to choose from"),
     "bisection of an empty folder": ("bisect {tmp}/empty", "empty: holds no NN-pass.txt"),
     "out in a file": ("trace {small}:build --out {tmp}/odd.yaml/a.txt", "odd.yaml/a.txt: "),
     "dump in a file": ("run {small}:build --dump {tmp}/odd.yaml", "odd.yaml/00-capture.txt: "),
@@ -113,11 +113,11 @@ def odd(tmp_path_factory: pytest.TempPathFactory, dump: Path) -> Path:
     (folder / "syntax.py").write_text("def build(:\n")
     (folder / "odd.yaml").write_text("moon: 2\n")
     (folder / "malformed.txt").write_text("fxpar 2\nplan {tp: 2}\n")
-    (folder / "lone.txt").write_text((dump / "11-localize.txt").read_text())
+    (folder / "lone.txt").write_text((dump / "12-localize.txt").read_text())
     (folder / "empty").mkdir()
     for name in ("symbol", "other", "damaged"):
         (folder / name).mkdir()
-        for path in (dump / "00-capture.txt", dump / "11-localize.txt", dump / "values.safetensors"):
+        for path in (dump / "00-capture.txt", dump / "12-localize.txt", dump / "values.safetensors"):
             (folder / name / path.name).write_bytes(path.read_bytes())
     tensors = load_file(folder / "symbol" / "values.safetensors")
     del tensors["input/input_ids"]

@@ -102,7 +102,7 @@ def test_the_working_folder_is_importable_only_while_a_command_runs(
 
 def test_a_terminal_without_arrows_gets_them_escaped(dump: Path) -> None:
     ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    words = [sys.executable, "-m", "fxpar", "trace", str(dump / "11-localize.txt")]
+    words = [sys.executable, "-m", "fxpar", "trace", str(dump / "12-localize.txt")]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=ascii_only, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "tp:P\\u2192I" in done.stdout

@@ -183,7 +183,7 @@ def test_comm_says_what_travels_beside_what(communicated: Any) -> None:
 
 
 def test_comm_takes_sizes_of_symbols(dump: Path) -> None:
-    found = fxpar("comm", str(dump / "11-localize.txt"), "--size", "b=8", "--size", "s=1024", "--json").document
+    found = fxpar("comm", str(dump / "12-localize.txt"), "--size", "b=8", "--size", "s=1024", "--json").document
     sizes = Counter(c["bytes"] for c in found["collectives"])
     assert sizes == {8 * 1024 * 96 * 4: 6, 8 * 1024 * 4: 1, 2 * 8 * 1024 * 4: 1}
     totals = found["totals"]
@@ -194,7 +194,7 @@ def test_comm_takes_sizes_of_symbols(dump: Path) -> None:
 
 
 def test_comm_prints_totals_by_phase(dump: Path) -> None:
-    result = fxpar("comm", str(dump / "11-localize.txt"))
+    result = fxpar("comm", str(dump / "12-localize.txt"))
     lines = [" ".join(line.split()) for line in result.out.splitlines()]
     assert "forward, transformer.h.0" in lines
     assert any(line.startswith("forward 5 54.6 KiB 50") for line in lines)

@@ -26,12 +26,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_step_of_a_stage_is_dumped_behind_the_whole(folder: Path) -> None:
     texts = sorted(path.name for path in folder.glob("*.txt"))
-    assert texts[11:14] == ["11-localize.txt", "12-partition_stages.txt", "13-differentiate.txt"]
-    assert len(texts) == 13 + len(STEP_PASSES)
-    assert "fxpar.transfer(" in (folder / texts[12]).read_text()
-    assert 'input["fxpar.received.' in (folder / texts[13]).read_text()
+    assert texts[12:15] == ["12-localize.txt", "13-partition_stages.txt", "14-differentiate.txt"]
+    assert len(texts) == 14 + len(STEP_PASSES)
+    assert "fxpar.transfer(" in (folder / texts[13]).read_text()
+    assert 'input["fxpar.received.' in (folder / texts[14]).read_text()
     assert fxpar("verify", str(folder / texts[-1])).status == 0
-    assert fxpar("verify", str(folder / texts[12]), "--level", "values", "--json").document["ok"]
+    assert fxpar("verify", str(folder / texts[13]), "--level", "values", "--json").document["ok"]
 
 
 @pytest.mark.matrix
@@ -54,7 +54,7 @@ def test_a_pass_of_the_step_may_be_the_last_of_a_stage() -> None:
 
 
 def test_comm_lists_the_collectives_of_all_stages(folder: Path) -> None:
-    text = str(folder / "12-partition_stages.txt")
+    text = str(folder / "13-partition_stages.txt")
     found = fxpar("comm", *MODEL, "--json").document
     alone = [fxpar("comm", text, "--of-stage", str(k), "--json").document["collectives"] for k in (0, 1)]
     assert found["collectives"] == [*alone[0], *alone[1]]
@@ -64,7 +64,7 @@ def test_comm_lists_the_collectives_of_all_stages(folder: Path) -> None:
 
 
 def test_memory_and_report_show_all_stages(folder: Path) -> None:
-    text = str(folder / "12-partition_stages.txt")
+    text = str(folder / "13-partition_stages.txt")
     for command in ("report", "memory"):
         stages = fxpar(command, text, "--json").document["stages"]
         assert [line["in_flight"] for line in stages] == [2, 1]
@@ -112,10 +112,10 @@ REFUSALS = {
     "comm {model} --of-stage 2": "--of-stage 2: the pipeline has 2 stages; give one from 0 to 1",
     "run {model} --until annotate --of-stage 1": "--until annotate: the program is not yet cut into stages",
     "memory hf:gpt2,n_layer=1 --of-stage 1": "--of-stage 1: the plan has no pipeline; leave it out, or give --pp N",
-    "memory {folder}/13-differentiate.txt --of-stage 1": "--of-stage 1: the text is of one stage already",
-    "verify {folder}/13-differentiate.txt --level values": "is of one stage of a pipeline, which needs the others'",
-    "explain {folder}/12-partition_stages.txt cut-1": "its stages are chosen already; name the model",
-    "explain {folder}/11-localize.txt cut-2": "no stage but those behind the first has a cut; give 1 to 1",
+    "memory {folder}/14-differentiate.txt --of-stage 1": "--of-stage 1: the text is of one stage already",
+    "verify {folder}/14-differentiate.txt --level values": "is of one stage of a pipeline, which needs the others'",
+    "explain {folder}/13-partition_stages.txt cut-1": "its stages are chosen already; name the model",
+    "explain {folder}/12-localize.txt cut-2": "no stage but those behind the first has a cut; give 1 to 1",
 }
 
 

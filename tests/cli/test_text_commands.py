@@ -37,7 +37,7 @@ def scaled(path: Path) -> None:
 
 
 def test_trace_of_a_text_is_the_text(dump: Path) -> None:
-    path = dump / "07-insert_collectives.txt"
+    path = dump / "08-insert_collectives.txt"
     assert fxpar("trace", str(path)).out == path.read_text()
     assert fxpar("trace", str(path), "--json").document["how"] == "text"
 
@@ -50,7 +50,7 @@ def test_verify_accepts_what_was_dumped(dump: Path) -> None:
         assert result.document["ok"] is True
 
 
-@pytest.mark.parametrize("name", ["11-localize.txt", "06-annotate.txt"])
+@pytest.mark.parametrize("name", ["12-localize.txt", "07-annotate.txt"])
 def test_a_dumped_text_is_verified_by_value(dump: Path, name: str) -> None:
     result = fxpar("verify", str(dump / name), "--level", "values", "--json")
     assert result.status == 0, result.err
@@ -60,8 +60,8 @@ def test_a_dumped_text_is_verified_by_value(dump: Path, name: str) -> None:
 
 
 def test_a_text_without_its_reduction_is_rejected_by_name(copy: Path) -> None:
-    user = without_reduction(copy / "11-localize.txt")
-    result = fxpar("verify", str(copy / "11-localize.txt"))
+    user = without_reduction(copy / "12-localize.txt")
+    result = fxpar("verify", str(copy / "12-localize.txt"))
     assert result.status == 1
     assert result.out == ""
     assert user in result.err
@@ -69,8 +69,8 @@ def test_a_text_without_its_reduction_is_rejected_by_name(copy: Path) -> None:
 
 
 def test_a_rejected_text_with_json_is_a_document(copy: Path) -> None:
-    user = without_reduction(copy / "11-localize.txt")
-    result = fxpar("verify", str(copy / "11-localize.txt"), "--json")
+    user = without_reduction(copy / "12-localize.txt")
+    result = fxpar("verify", str(copy / "12-localize.txt"), "--json")
     assert result.status == 1
     assert result.document["ok"] is False
     error = result.document["error"]
@@ -80,7 +80,7 @@ def test_a_rejected_text_with_json_is_a_document(copy: Path) -> None:
 
 
 def test_a_text_with_other_values_passes_statically_and_fails_by_value(copy: Path) -> None:
-    path = copy / "11-localize.txt"
+    path = copy / "12-localize.txt"
     scaled(path)
     assert fxpar("verify", str(path)).status == 0
     result = fxpar("verify", str(path), "--level", "values", "--json")
@@ -95,41 +95,41 @@ def test_a_text_with_other_values_passes_statically_and_fails_by_value(copy: Pat
 
 
 def test_run_goes_on_where_a_text_stops(dump: Path, tmp_path: Path) -> None:
-    result = fxpar("run", str(dump / "06-annotate.txt"), "--dump", str(tmp_path / "d"), "--json")
+    result = fxpar("run", str(dump / "07-annotate.txt"), "--dump", str(tmp_path / "d"), "--json")
     assert result.status == 0, result.err
     left = ["insert_collectives", "coalesce", "vocab_parallel", "assign_rng", "localize"]
     assert [record["name"] for record in result.document["passes"]] == left
     names = sorted(path.name for path in (tmp_path / "d").glob("*.txt"))
     assert names == ["00-capture.txt", *(f"{i:02d}-{name}.txt" for i, name in enumerate(["annotate", *left], 6))]
-    assert (tmp_path / "d" / "11-localize.txt").read_text() == (dump / "11-localize.txt").read_text()
-    assert fxpar("verify", str(tmp_path / "d" / "11-localize.txt"), "--level", "values").status == 0
+    assert (tmp_path / "d" / "12-localize.txt").read_text() == (dump / "12-localize.txt").read_text()
+    assert fxpar("verify", str(tmp_path / "d" / "12-localize.txt"), "--level", "values").status == 0
 
 
 def test_run_of_a_finished_text_has_nothing_to_do(dump: Path) -> None:
-    path = dump / "11-localize.txt"
+    path = dump / "12-localize.txt"
     assert fxpar("run", str(path), "--print", "--json").document["text"] == path.read_text()
     assert fxpar("run", str(path), "--json").document["passes"] == []
 
 
 def test_a_rejected_program_is_dumped_too(copy: Path, tmp_path: Path) -> None:
-    edit(copy / "06-annotate.txt", ", 0.5) : f32[b, s, 160]", ", 0.5) : f32[b, s, 96]")
-    result = fxpar("run", str(copy / "06-annotate.txt"), "--dump", str(tmp_path / "d"))
+    edit(copy / "07-annotate.txt", ", 0.5) : f32[b, s, 160]", ", 0.5) : f32[b, s, 96]")
+    result = fxpar("run", str(copy / "07-annotate.txt"), "--dump", str(tmp_path / "d"))
     assert result.status == 1
     assert "found by the check 'shapes'" in result.err
-    assert (tmp_path / "d" / "06-annotate.txt").is_file()
+    assert (tmp_path / "d" / "07-annotate.txt").is_file()
 
 
 def test_comm_of_a_text_runs_the_passes_that_are_left(dump: Path) -> None:
     captured, finished = (
         fxpar("comm", str(dump / name), "--json").document["collectives"]
-        for name in ("00-capture.txt", "11-localize.txt")
+        for name in ("00-capture.txt", "12-localize.txt")
     )
     assert len(finished) == 8
     assert captured == finished
 
 
 def test_diff_of_a_text_with_itself_is_empty(dump: Path) -> None:
-    path = str(dump / "11-localize.txt")
+    path = str(dump / "12-localize.txt")
     result = fxpar("diff", path, path)
     assert (result.status, result.out) == (0, "the programs are the same\n")
     assert fxpar("diff", path, path, "--json").document["same"] is True
@@ -147,8 +147,8 @@ def test_diff_between_two_passes_of_a_dump(dump: Path) -> None:
 
 
 def test_diff_shows_both_lines_of_a_changed_node(copy: Path, dump: Path) -> None:
-    scaled(copy / "11-localize.txt")
-    result = fxpar("diff", str(dump / "11-localize.txt"), str(copy / "11-localize.txt"))
+    scaled(copy / "12-localize.txt")
+    result = fxpar("diff", str(dump / "12-localize.txt"), str(copy / "12-localize.txt"))
     assert result.status == 1
     assert [line[0] for line in result.out.splitlines()] == ["-", "+", "n"]
     assert ", 0.25)" in result.out.splitlines()[1]
@@ -156,12 +156,12 @@ def test_diff_shows_both_lines_of_a_changed_node(copy: Path, dump: Path) -> None
 
 
 def test_diff_sees_that_two_lines_changed_places(copy: Path, dump: Path) -> None:
-    path = copy / "11-localize.txt"
+    path = copy / "12-localize.txt"
     lines = path.read_text().splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("%labels"))
     lines[at - 1], lines[at] = lines[at], lines[at - 1]
     path.write_text("\n".join(lines) + "\n")
-    result = fxpar("diff", str(dump / "11-localize.txt"), str(path), "--json")
+    result = fxpar("diff", str(dump / "12-localize.txt"), str(path), "--json")
     assert result.status == 1
     assert len(result.document["moved"]) == 1
     assert not result.document["changed"]
@@ -176,8 +176,8 @@ def test_bisect_of_an_untouched_folder_finds_nothing(dump: Path) -> None:
 
 
 def test_bisect_names_the_first_text_that_is_rejected(copy: Path) -> None:
-    user = without_reduction(copy / "07-insert_collectives.txt")
-    without_reduction(copy / "11-localize.txt")
+    user = without_reduction(copy / "08-insert_collectives.txt")
+    without_reduction(copy / "12-localize.txt")
     result = fxpar("bisect", str(copy), "--json")
     assert result.status == 1
     assert result.document["culprit"] == "insert_collectives"
@@ -185,11 +185,11 @@ def test_bisect_names_the_first_text_that_is_rejected(copy: Path) -> None:
 
 
 def test_bisect_names_the_first_text_with_other_values(copy: Path) -> None:
-    for name in ("06-annotate.txt", "11-localize.txt"):
+    for name in ("07-annotate.txt", "12-localize.txt"):
         scaled(copy / name)
     result = fxpar("bisect", str(copy))
     assert result.status == 1
-    assert result.out.startswith("annotate: 06-annotate.txt: ")
+    assert result.out.startswith("annotate: 07-annotate.txt: ")
     assert "deviates by" in result.out
 
 
@@ -199,6 +199,6 @@ def test_a_dump_without_memory_is_checked_statically(tmp_path: Path) -> None:
     assert fxpar("run", big, "--tp", "2", "--split", "*.c_fc=column", "--dump", str(folder)).status == 0
     assert not (folder / "values.safetensors").exists()
     assert "no values.safetensors" in fxpar("bisect", str(folder), "--json").document["reason"]
-    refused = fxpar("verify", str(folder / "11-localize.txt"), "--level", "values")
+    refused = fxpar("verify", str(folder / "12-localize.txt"), "--level", "values")
     assert refused.status == 2
     assert "values.safetensors is missing" in refused.err

@@ -158,10 +158,10 @@ def test_a_dump_with_a_function_is_verified_from_its_own_folder(tmp_path: Path) 
 
     dumped = fxpar("run", f"{tmp_path / 'gadget.py'}:build", *SPLIT, "--dump", str(tmp_path / "dump"))
     assert dumped.status == 0, dumped.err
-    proved = run(tmp_path / "dump", "verify", "11-localize.txt")
+    proved = run(tmp_path / "dump", "verify", "12-localize.txt")
     assert proved.returncode == 0, proved.stderr
     (tmp_path / "gadget.py").unlink()
-    gone = run(tmp_path / "dump", "verify", "11-localize.txt")
+    gone = run(tmp_path / "dump", "verify", "12-localize.txt")
     assert gone.returncode == 2
     assert re.search(r"gadget.py of the module gadget\w* is gone; put it back", gone.stderr.replace("\n", " "))
 

@@ -155,4 +155,4 @@ def test_a_sequence_that_the_ranks_cannot_share_out_is_refused() -> None:
     plan = Plan(tp=2, sequence_parallel=True)
     with pytest.raises(PlanError, match=r"sequence_parallel: input_ids has 15 in dimension 1, which 2 ranks cannot"):
         compile_model(found.model, found.batch, plan, found.loss)
-    assert [item.name for item in DEFAULT_PASSES].index("divide_sequence") == 3
+    assert [item.name for item in DEFAULT_PASSES].index("divide_sequence") == 4

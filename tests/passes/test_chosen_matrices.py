@@ -15,11 +15,10 @@ from fxpar.compile import compile_program
 from fxpar.errors import LayoutError, PlanError
 from fxpar.ir.program import Program, output_layouts
 from fxpar.manager import PassManager
-from fxpar.passes.canonicalize import canonicalize
+from fxpar.passes import canonicalize, recognize_experts
 from fxpar.plan.plan import Plan
-from fxpar.text.printing import print_program
 from fxpar.verification import verify
-from tests.passes.chosen_layer import CHOICES, EXPERTS, FORMS, INNER, MUTANTS, WIDTH, Chosen, batch
+from tests.passes.chosen_layer import CHOICES, EXPERTS, FORMS, MUTANTS, WIDTH, Chosen, batch
 
 PLANS: list[dict[str, Any]] = [
     {"dp": 2, "ep": 2},
@@ -34,7 +33,7 @@ EVERY_TIME = {(form, i % 3) for i, form in enumerate(FORMS)}
 
 def canonical(model: nn.Module) -> Program:
     """The model in one spelling."""
-    return PassManager([canonicalize]).run(capture(model, batch(), Plan()).program)
+    return PassManager([canonicalize, recognize_experts]).run(capture(model, batch(), Plan()).program)
 
 
 def operators(program: Program) -> Counter[str]:
@@ -82,46 +81,6 @@ def test_what_is_not_of_each_pair_reads_them_in_their_order() -> None:
     assert (dropped["fxpar.moe_unpermute"], dropped["fxpar.moe_permute"]) == (1, 2)
     normed = operators(canonical(Chosen("normed")))
     assert (normed["fxpar.moe_unpermute"], normed["fxpar.moe_permute"]) == (2, 2)
-
-
-class Small(nn.Module):
-    """One product and a sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.up = nn.Linear(WIDTH, EXPERTS, bias=False), nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, h]."""
-        top = self.router(x).topk(CHOICES)
-        made = torch.einsum("tkoi,ti->tko", self.up[top.indices], x).relu()
-        return (made * top.values.unsqueeze(-1)).sum(1)  # type: ignore[no-any-return]
-
-
-def test_golden() -> None:
-    program = PassManager([canonicalize]).run(capture(Small(), torch.randn(6, WIDTH), Plan()).program)
-    text = print_program(program).split("plan {}\n")[1]
-    assert "\n".join(line.split("  #")[0] for line in text.splitlines()) == GOLDEN
-
-
-GOLDEN = """\
-properties canonical
-symbol b = 0.0 like 6
-%up = parameter["up"] : f32[4, 12, 8]
-%router_weight = parameter["router.weight"] : f32[4, 8]
-%x = input["0"] : f32[b, 8]
-%linear = aten.linear.default(%x, %router_weight) : f32[b, 4]
-%topk = aten.topk.default(%linear, 2) : (f32[b, 2]; i64[b, 2])
-%getitem = operator.getitem(%topk, 0) : f32[b, 2]
-%getitem_1 = operator.getitem(%topk, 1) : i64[b, 2]
-%sort_by_expert_default = fxpar.sort_by_expert.default(%getitem_1, 4) : (i64[2*b]; i64[4])
-%getitem_2 = operator.getitem(%sort_by_expert_default, 0) : i64[2*b]
-%getitem_3 = operator.getitem(%sort_by_expert_default, 1) : i64[4]
-%moe_permute_default = fxpar.moe_permute.default(%x, %getitem_2, 2) : f32[2*b, 8]
-%grouped_linear_default = fxpar.grouped_linear.default(%moe_permute_default, %up, %getitem_3, False) : f32[2*b, 12]
-%relu_default = aten.relu.default(%grouped_linear_default) : f32[2*b, 12]
-%moe_combine_default = fxpar.moe_combine.default(%relu_default, %getitem, %getitem_2, dtype.f32) : f32[b, 12]
-return output=%moe_combine_default"""
 
 
 @pytest.mark.parametrize("form", sorted(MUTANTS))

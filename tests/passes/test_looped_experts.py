@@ -13,7 +13,7 @@ from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.errors import CaptureError, CheckFailed, PlanError
 from fxpar.manager import PassManager
-from fxpar.passes.canonicalize import canonicalize
+from fxpar.passes import canonicalize, recognize_experts
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
@@ -57,7 +57,9 @@ def test_they_are_the_single_device_s(form: str, plan: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_all_of_it_is_of_rows(form: str) -> None:
-    found = operators(PassManager([canonicalize]).run(capture(Looped(form), batch(), Plan()).program))
+    found = operators(
+        PassManager([canonicalize, recognize_experts]).run(capture(Looped(form), batch(), Plan()).program)
+    )
     each = {"fxpar.sort_by_expert": 1, "fxpar.moe_permute": 1, "fxpar.grouped_linear": 2, "fxpar.moe_combine": 1}
     biases = {"mixtral": 2, "nonzero": 2, "picked": 2, "scattered": 2, "masked": 2, "by_row": 1, "stacked": 0}[form]
     assert found == each | ({"fxpar.expand_by_expert": biases} if biases else {})
@@ -67,7 +69,7 @@ def test_all_of_it_is_of_rows(form: str) -> None:
 def test_what_resembles_them_is_what_it_was(form: str) -> None:
     torch.manual_seed(0)
     model = Looped(form).double()
-    found = operators(PassManager([canonicalize]).run(capture(model, batch(), Plan()).program))
+    found = operators(PassManager([canonicalize, recognize_experts]).run(capture(model, batch(), Plan()).program))
     assert not any(name.startswith("fxpar") for name in found)
     with pytest.raises(PlanError, match=r"ep=2: no operation of the model is recognised.*fxpar.ops.experts"):
         compile_program(capture(model, batch(), Plan(dp=2, ep=2)).program)
@@ -135,7 +137,12 @@ class Layer(Looped):
 def test_several_layers(form: str) -> None:
     torch.manual_seed(0)
     model = Layers(form).double()
-    assert operators(PassManager([canonicalize]).run(capture(model, batch(), Plan()).program))["fxpar.moe_combine"] == 3
+    assert (
+        operators(PassManager([canonicalize, recognize_experts]).run(capture(model, batch(), Plan()).program))[
+            "fxpar.moe_combine"
+        ]
+        == 3
+    )
     found = verify(model, batch(), Plan(dp=2, ep=2))
     assert found.ok, found.values
 
@@ -156,13 +163,18 @@ class Twice(Looped):
 def test_a_loop_may_add_to_another_one() -> None:
     torch.manual_seed(0)
     model = Twice("masked").double()
-    assert operators(PassManager([canonicalize]).run(capture(model, batch(), Plan()).program))["fxpar.moe_combine"] == 2
+    assert (
+        operators(PassManager([canonicalize, recognize_experts]).run(capture(model, batch(), Plan()).program))[
+            "fxpar.moe_combine"
+        ]
+        == 2
+    )
     found = verify(model, batch(), Plan(dp=2, ep=2))
     assert found.ok, found.values
 
 
 def test_matrices_of_a_module_each_are_stacked() -> None:
-    program = PassManager([canonicalize]).run(capture(Looped("masked"), batch(), Plan()).program)
+    program = PassManager([canonicalize, recognize_experts]).run(capture(Looped("masked"), batch(), Plan()).program)
     stacks = [node for node in program.graph.nodes if "stack" in str(node.target)]
     assert [len(node.args[0]) for node in stacks] == [EXPERTS] * 4
     with pytest.raises(PlanError, match=r"matrices are stacked from 4 parameters.*ranks of tp.*give etp=2"):

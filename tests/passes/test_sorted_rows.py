@@ -14,7 +14,7 @@ from fxpar.compile import compile_program
 from fxpar.errors import PassError, PlanError
 from fxpar.ir.program import Program, output_layouts
 from fxpar.manager import PassManager
-from fxpar.passes.canonicalize import canonicalize
+from fxpar.passes import canonicalize, recognize_experts
 from fxpar.plan.plan import Plan
 from fxpar.verification import verify
 from tests.passes.sorted_layer import EXPERTS, INNER, ROWS, WIDTH, Sorted, batch
@@ -39,7 +39,7 @@ PLANS: list[dict[str, Any]] = [
 
 def canonical(model: nn.Module) -> Program:
     """The model in one spelling."""
-    return PassManager([canonicalize]).run(capture(model, batch(), Plan()).program)
+    return PassManager([canonicalize, recognize_experts]).run(capture(model, batch(), Plan()).program)
 
 
 def operators(program: Program) -> Counter[str]:

@@ -1,7 +1,4 @@
-"""The experts that a router chooses for its tokens, and rows sorted by them.
-
-Enters: a graph. Leaves: which values are a choice of a top-k, and the operators of `fxpar.ops.permute` for one. A
-helper of what recognises experts (`sorted_rows`, `chosen_matrices`, `looped_experts`).
+"""The experts that a router chooses for its tokens, and the operators of `fxpar.ops.permute` on rows sorted by them.
 
 Terms: a *choice* are the experts of all tokens as a top-k gives them, whatever its shape; T tokens, K experts of each,
 M = T * K pairs.
@@ -10,7 +7,6 @@ M = T * K pairs.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -27,21 +23,23 @@ aten, fxp = torch.ops.aten, torch.ops.fxpar
 # What gives the same elements in the same order.
 SHAPED = (aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.flatten.using_ints)
 
+_ZEROS = (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
+
 
 def argument(node: fx.Node, index: int) -> Any:
-    """What a call is given at a place."""
+    """Returns what a call has at a place."""
     return node.args[index]
 
 
 def plain(value: fx.Node) -> fx.Node:
-    """The value with the same elements in the same order, of whatever shape, that this one is made of."""
+    """Returns what the value is a view or a copy of, with the same elements in the same order."""
     while value.target in SHAPED or value.target is aten.clone.default:
         value = argument(value, 0)
     return value
 
 
 def is_choice(node: fx.Node) -> bool:
-    """Whether these are the indices of a top-k over the last dimension, of as many as are written down.
+    """Returns whether these are the indices of a top-k over the last dimension, of as many as are written down.
 
     A top-k over tokens, whose number is a size of the batch, chooses no experts.
     """
@@ -58,33 +56,26 @@ def is_choice(node: fx.Node) -> bool:
 
 
 def chosen_of(choice: fx.Node) -> Size:
-    """Of how many experts a top-k chooses."""
+    """Returns of how many experts a top-k chooses."""
     return tensor_type(argument(argument(choice, 0), 0)).shape[-1]
 
 
-def choices(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """The values that are a choice in the order of tokens, each with the top-k's own."""
-    choice_of: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        if is_choice(node):
-            choice_of[node] = node
-        elif (node.target in SHAPED and argument(node, 0) in choice_of) or _clamps_nothing(node, choice_of):
-            choice_of[node] = choice_of[argument(node, 0)]
-    return choice_of
-
-
-def _clamps_nothing(node: fx.Node, choice_of: Mapping[fx.Node, fx.Node]) -> bool:
-    """Whether the node bounds indices of a choice by what they are within anyway, as transformers 5.17 does."""
-    if node.target != aten.clamp.default or argument(node, 0) not in choice_of:
+def is_zero(tensor: object) -> bool:
+    """Returns whether it is a tensor of zeros."""
+    if not isinstance(tensor, fx.Node):
         return False
-    bound = bind_arguments(node)
-    least, most = bound.get("min"), bound.get("max")
-    experts = chosen_of(choice_of[argument(node, 0)])
-    return (least is None or (isinstance(least, int) and least <= 0)) and (
-        most is None or (isinstance(most, int) and isinstance(experts, int) and most >= experts - 1)
-    )
+    return bool(tensor.target in _ZEROS or (tensor.target is aten.full.default and argument(tensor, 1) in (0, False)))
+
+
+def is_known(sizes: tuple[Size, ...]) -> bool:
+    """Returns whether all sizes are numbers."""
+    return all(isinstance(size, int) for size in sizes)
+
+
+def untransposed(matrices: fx.Node) -> tuple[fx.Node, bool]:
+    """Returns the matrices [E, …, …] that these are a transpose of, and whether they are one."""
+    is_turned = matrices.target is aten.transpose.int and {dim % 3 for dim in matrices.args[1:]} == {1, 2}  # type: ignore[operator]
+    return (argument(matrices, 0), True) if is_turned else (matrices, False)
 
 
 class ChosenRows:
@@ -122,35 +113,35 @@ class ChosenRows:
         )
 
     def count(self, size: Size) -> Any:
-        """A number of pairs or tokens."""
+        """Returns a number of pairs or tokens, as a number or a node."""
         tokens = self.emit.size(self.chosen, 0)
         return tokens if size == self.tokens else self.emit.number(operator.mul, tokens, self.k)
 
     def taken(self, source: fx.Node, k: int) -> fx.Node:
-        """Rows [M, f] of tokens [T, f] with K for `k`, of pairs [M, f] with 1."""
+        """Takes rows [M, f] of tokens [T, f] with K for `k`, of pairs [M, f] with 1."""
         kind = tensor_type(source)
         shape = TensorType(kind.dtype, (self.rows, kind.shape[1]))
         return self.emit.call(fxp.moe_permute.default, (source, self.order, k), shape)
 
     def spread(self, source: fx.Node) -> fx.Node:
-        """To each row what its expert has of [E, f]."""
+        """Gives each row what its expert has of [E, f]."""
         kind = tensor_type(source)
         shape = TensorType(kind.dtype, (self.rows, kind.shape[1]))
         return self.emit.call(fxp.expand_by_expert.default, (source, self.counts, self.count(self.rows)), shape)
 
     def put(self, rows: fx.Node, size: Size, k: int) -> fx.Node:
-        """Rows [M, f] put back at their pairs, with 1 for `k`, or added up for their tokens, with K."""
+        """Puts rows [M, f] back at their pairs, with 1 for `k`, or adds them up for their tokens, with K."""
         kind = tensor_type(rows)
         shape = TensorType(kind.dtype, (size, kind.shape[1]))
         return self.emit.call(fxp.moe_unpermute.default, (rows, self.order, self.count(size), k), shape)
 
     def moe_combine(self, rows: fx.Node, weights: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """Rows [M, f] added up for their tokens with weights [T, K]."""
+        """Adds rows [M, f] up for their tokens, with weights [T, K]."""
         shape = TensorType(dtype, (self.tokens, tensor_type(rows).shape[1]))
         return self.emit.call(fxp.moe_combine.default, (rows, weights, self.order, dtype), shape)
 
     def weighed(self, rows: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-        """The rows and the weights [T, K] whose product these rows [M, f] are."""
+        """Returns the rows and the weights [T, K] whose product these rows [M, f] are; None where they are no such."""
         if rows.target is not aten.mul.Tensor:
             return None
         for unweighed, weight in (rows.args, rows.args[::-1]):
