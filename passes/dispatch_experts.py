@@ -9,17 +9,17 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
+from fxpar.experts.compiler.dispatch import StaticRows
+from fxpar.experts.compiler.exact_rows import ExactRows
+from fxpar.experts.compiler.expert_capacity import count_dropped, limit_rows
+from fxpar.experts.compiler.gathered_rows import GatheredRows, can_gather, gathers
+from fxpar.experts.compiler.padded_rows import PaddedRows
+from fxpar.experts.compiler.routed_rows import Routed, routed
 from fxpar.ir.program import Program, Property, describe, note, operands, output_node
 from fxpar.ir.step import dropped_name, excess_name, load_name
 from fxpar.ir.symbols import Counted
 from fxpar.manager import register_pass
 from fxpar.mesh.axes import Cuts
-from fxpar.passes.exact_rows import ExactRows
-from fxpar.passes.gathered_rows import GatheredRows, can_gather, gathers
-from fxpar.passes.limited_rows import count_dropped, limit_rows
-from fxpar.passes.padded_rows import PaddedRows
-from fxpar.passes.routed_rows import Routed, routed
-from fxpar.passes.static_rows import StaticRows
 
 
 @register_pass(
@@ -68,9 +68,10 @@ def dispatch_experts(program: Program) -> Program:
     With a `receive_budget` buffers have fewer places. Rows without one are left out, and an output says how many they
     are (`fxpar.excess.…`): what was computed is not to be used then.
 
-    With a `capacity_factor` each source drops what goes beyond an expert's capacity, before the sort (`limited_rows`):
-    blocks are as large as the capacity of a holder's experts. Values are then those of a device that drops the same
-    rows. With `pad_to_capacity` each expert computes as many rows as that, whatever it gets (`padded_rows`).
+    With a `capacity_factor` each source drops what goes beyond an expert's capacity, before the sort
+    (`expert_capacity`): blocks are as large as the capacity of a holder's experts. Values are then those of a device
+    that drops the same rows. With `pad_to_capacity` each expert computes as many rows as that, whatever it gets
+    (`padded_rows`).
 
     How many rows each expert receives is an output more for each layer (`fxpar.load.…`), and how many are dropped
     (`fxpar.dropped.…`).

@@ -1,7 +1,8 @@
 """Experts of a limited capacity on one device: a loop over pairs of a token and an expert, which drops as ranks do.
 
 Enters: a reference program, and the plan that it is the reference of. Leaves: the program, in which nobody gets the
-pairs beyond an expert's capacity. It is written apart from `passes.limited_rows`, so that a fault there shows.
+pairs beyond an expert's capacity. It is written apart from `experts.compiler.expert_capacity`, so that a fault there
+shows.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor, fx
 
+from fxpar.experts.compiler.routed_rows import routed
 from fxpar.ir.program import Program, note, operands, set_note
 from fxpar.ir.step import batch_size
-from fxpar.passes.routed_rows import routed
 from fxpar.plan.plan import Plan
 
 fxp = torch.ops.fxpar

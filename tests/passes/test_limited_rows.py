@@ -15,10 +15,11 @@ from fxpar.compile import compile_program
 from fxpar.cost.capturable import capture_regions
 from fxpar.cost.communication import collectives
 from fxpar.errors import PlanError
+from fxpar.experts.compiler import expert_capacity
 from fxpar.ir.program import Program
 from fxpar.manager import PassManager
 from fxpar.ops.capacity import drop_by_position, drop_by_probability
-from fxpar.passes import DEFAULT_PASSES, limited_rows
+from fxpar.passes import DEFAULT_PASSES
 from fxpar.passes.differentiate import differentiate
 from fxpar.passes.mark_regions import mark_regions
 from fxpar.plan.plan import Plan
@@ -136,8 +137,8 @@ def test_a_verification_sees_a_fault_of_the_pass(monkeypatch: pytest.MonkeyPatch
     plan = Plan(dp=2, ep=2, capacity_factor=0.5)
     model, inputs = captured("learned", 2, 5)[0], batch(5)
     assert verify(model, inputs, plan).ok
-    right = limited_rows.share
-    monkeypatch.setattr(limited_rows, "share", lambda *region: (right(*region) or 0) * 2)
+    right = expert_capacity.share
+    monkeypatch.setattr(expert_capacity, "share", lambda *region: (right(*region) or 0) * 2)
     report = verify(model, inputs, plan)
     assert not report.ok
     assert report.values is not None

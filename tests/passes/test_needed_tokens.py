@@ -15,12 +15,12 @@ from fxpar.compile import compile_step, lower_program
 from fxpar.cost import make_report
 from fxpar.cost.seconds import travels
 from fxpar.errors import CheckFailed, FxparError
+from fxpar.experts.compiler import gathered_rows
 from fxpar.ir.program import Program, note
 from fxpar.ir.regions import inlined
 from fxpar.manager import PassManager
 from fxpar.ops.collectives import Group
 from fxpar.ops.selective_dispatch import needed_part
-from fxpar.passes import gathered_rows
 from fxpar.passes.training_passes import counted_steps
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program

@@ -1,7 +1,7 @@
 """Rows of one layer's experts, as many for each as its capacity.
 
-Enters: the rows of a sort by expert that are limited (`limited_rows`). Leaves: each operation on them where it runs. A
-helper of `dispatch_experts`.
+Enters: the rows of a sort by expert that are limited (`expert_capacity`). Leaves: each operation on them where it runs.
+A helper of `dispatch_experts`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.experts.compiler.dispatch import StaticRows
 from fxpar.ir.program import TensorType, tensor_type
 from fxpar.layout.symbolic_sizes import Size, simplify
-from fxpar.passes.static_rows import StaticRows
 
 aten, fxp = torch.ops.aten, torch.ops.fxpar
 

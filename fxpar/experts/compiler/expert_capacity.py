@@ -15,10 +15,10 @@ from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.experts.compiler.emitter import Emitter, part_of
+from fxpar.experts.compiler.routed_rows import Routed
+from fxpar.experts.compiler.token_cuts import token_cut
 from fxpar.ir.program import Program, TensorType, describe, operands, tensor_type
 from fxpar.layout.symbolic_sizes import Size
-from fxpar.passes.routed_rows import Routed
-from fxpar.passes.token_cuts import token_cut
 
 aten, fxp = torch.ops.aten, torch.ops.fxpar
 _KEEPS = (fxp.drop_by_position.default, fxp.drop_by_probability.default)

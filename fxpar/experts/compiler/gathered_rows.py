@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.experts.compiler.dispatch import StaticRows
+from fxpar.experts.compiler.expert_capacity import share
+from fxpar.experts.compiler.routed_rows import Routed
 from fxpar.ir.program import Program, TensorType, tensor_type, update
 from fxpar.layout.symbolic_sizes import Size, divide, product, simplify
 from fxpar.mesh.axes import Cuts
 from fxpar.ops.rank_dim import expand_over, sum_over
 from fxpar.ops.selective_dispatch import expand_needed, needed_part, sum_needed
-from fxpar.passes.limited_rows import share
-from fxpar.passes.routed_rows import Routed
-from fxpar.passes.static_rows import StaticRows
 
 aten, fxp = torch.ops.aten, torch.ops.fxpar
 # Of the tokens of others which part a rank may need, so that it is worth a kernel to leave out the rest: copy engines,

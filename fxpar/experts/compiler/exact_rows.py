@@ -13,13 +13,13 @@ import torch
 from torch import fx
 
 from fxpar.errors import PassError
+from fxpar.experts.compiler.dispatch import StaticRows
+from fxpar.experts.compiler.routed_rows import Routed
 from fxpar.ir.program import Program, TensorType, describe, tensor_type
 from fxpar.ir.symbols import Counted, with_counted
 from fxpar.layout.symbolic_sizes import Size, simplify
 from fxpar.mesh.axes import Cuts
 from fxpar.ops.sent_rows import return_rows, send_rows, split_sizes
-from fxpar.passes.routed_rows import Routed
-from fxpar.passes.static_rows import StaticRows
 
 aten, fxp = torch.ops.aten, torch.ops.fxpar
 

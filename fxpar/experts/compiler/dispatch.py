@@ -17,11 +17,11 @@ from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.experts.compiler.emitter import Emitter
+from fxpar.experts.compiler.expert_capacity import limit_of
+from fxpar.experts.compiler.routed_rows import Routed
+from fxpar.experts.compiler.token_cuts import TokenCut, token_cut
 from fxpar.ir.program import Program, TensorType, describe, note, operands, output_types, tensor_type
 from fxpar.layout.symbolic_sizes import Size, divide, simplify
-from fxpar.passes.limited_rows import limit_of
-from fxpar.passes.routed_rows import Routed
-from fxpar.passes.token_cuts import TokenCut, token_cut
 
 aten, fxp = torch.ops.aten, torch.ops.fxpar
 # What takes the place of an operand of a node.
