@@ -3,7 +3,7 @@
 Enters: nothing. Leaves: the records of `fxpar.expand_over` and `fxpar.sum_over`, each the other's adjoint. Neither
 moves anything: a rank has one index of the dimension, and what is summed is partial. What all ranks have of one value,
 and each computes with operands of its own, it computes so as one of a leading dimension
-(`fxpar/experts/compiler/gathered_rows.py`).
+(`fxpar/experts/compiler/dispatch.py`).
 """
 
 from __future__ import annotations

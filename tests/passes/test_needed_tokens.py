@@ -15,7 +15,7 @@ from fxpar.compile import compile_step, lower_program
 from fxpar.cost import make_report
 from fxpar.cost.seconds import travels
 from fxpar.errors import CheckFailed, FxparError
-from fxpar.experts.compiler import gathered_rows
+from fxpar.experts.compiler import dispatch
 from fxpar.ir.program import Program, note
 from fxpar.ir.regions import inlined
 from fxpar.manager import PassManager
@@ -100,7 +100,7 @@ def test_tokens_are_picked_where_copies_can_and_enough_is_left_out() -> None:
 
 
 def test_all_tokens_travel_where_next_to_all_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathered_rows, "MOST_NEEDED", Fraction(1, 2))
+    monkeypatch.setattr(dispatch, "MOST_NEEDED", Fraction(1, 2))
     text = print_program(dispatched(Plan(**COPIES)))
     assert "expand_needed" not in text
     reason = "a rank needs 50.0% of the tokens, not less than 50%: it gets all"

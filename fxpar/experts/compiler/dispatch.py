@@ -1,13 +1,17 @@
-"""Rows of one layer's experts, as sources and holders have them: in buffers of as many places as may be needed.
+"""How tokens reach the experts of a layer and come back: a class of six steps, and a subclass for each way.
 
-Enters: the rows of a sort by expert (`routed_rows`). Leaves: each operation on them where it runs. A helper of
-`dispatch_experts`, which says what the terms mean.
+Enters: the rows of a sort by expert (`routed_rows`), and their limit (`expert_capacity`). Leaves: each operation on
+them where it runs.
+
+Terms: a *source* is a rank that has tokens, a *holder* one of the ranks that hold different experts. What either has
+stands over leading dimensions, as `token_cuts` says.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from math import prod
 from typing import Any
@@ -15,137 +19,65 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.errors import PlanError
+from fxpar.errors import PassError, PlanError
 from fxpar.experts.compiler.emitter import Emitter
-from fxpar.experts.compiler.expert_capacity import limit_of
+from fxpar.experts.compiler.expert_capacity import Limit, as_written
 from fxpar.experts.compiler.routed_rows import Routed
-from fxpar.experts.compiler.token_cuts import TokenCut, token_cut
-from fxpar.ir.program import Program, TensorType, describe, note, operands, output_types, tensor_type
-from fxpar.layout.symbolic_sizes import Size, divide, simplify
+from fxpar.experts.compiler.token_cuts import HolderDims, token_cut
+from fxpar.ir.program import Program, TensorType, describe, note, operands, output_types, tensor_type, update
+from fxpar.ir.symbols import Counted, with_counted
+from fxpar.layout.symbolic_sizes import Size, divide, product, simplify
+from fxpar.mesh.axes import Cuts
+from fxpar.ops.rank_dim import sum_over
+from fxpar.ops.selective_dispatch import expand_needed, needed_part, sum_needed
+from fxpar.ops.sent_rows import return_rows, send_rows, split_sizes
 
 aten, fxp = torch.ops.aten, torch.ops.fxpar
-# What takes the place of an operand of a node.
-_Operand = Callable[[fx.Node, fx.Node], fx.Node]
+# Of the tokens of others which part a rank may need, so that it is worth a kernel to leave out the rest: copy engines,
+# which carry all of them, leave the multiprocessors to whatever else is computed.
+MOST_NEEDED = Fraction(9, 10)
 
 
-class StaticRows:
-    """One layer's experts, being rewritten.
+class Dispatch:
+    """The experts of one layer, being rewritten. Here every data rank has all experts, and nothing travels.
+
+    The steps, of which a way has its own where it differs:
+
+    1. `preprocess` sorts the chosen experts, and says where each row goes.
+    2. `permute` makes rows of a source's tokens.
+    3. `dispatch` sends a source's rows to the holders of their experts, which put them in the order of experts.
+    4. `experts` computes a holder's rows.
+    5. `combine` sends a holder's rows back to their sources.
+    6. `unpermute` makes tokens of a source's rows.
 
     Attributes:
-        cut: how tokens are cut; its axes are the leading dimensions of what a source has.
-        capacity: places of a block, as a node or number, and its size.
-        excess: for how many rows a block has no place, where the plan's budget is less than tokens may need.
-        held: of the leading dimensions those of holders.
-        outer: those that stay in front of the holders' where rows are received: other data axes.
-        merged: those that become rows there: of axes that split each expert, and of the sources among holders.
+        load: how many rows each of a holder's experts received.
+        excess: for how many rows there is no place, where the plan's budget is less than tokens may need.
+        dropped: how many pairs each source drops by a capacity of experts.
+        counted: symbols of sizes that the routing decides.
     """
 
-    def __init__(self, program: Program, region: Routed, holders: Mapping[str, int]) -> None:
-        self.region, self.holders = region, holders
-        self.blocks = prod(holders.values())
-        budget = program.plan.receive_budget
-        # As it is written: of 1.1 no binary fraction is meant.
-        self._budget = None if budget is None else Fraction(str(budget))
-        self.excess: fx.Node | None = None
-        self.own = _shared_out(region, self.blocks)
-        self.emit = Emitter(program.graph, region.sort)
-        self._limit = limit_of(program, region)
-        indices = operands(region.sort)[0]
+    load: fx.Node
+    counted: tuple[Counted, ...] = ()
+    excess: fx.Node | None = None
+    _expert_order: fx.Node  # of the rows that a holder received
+    _viewed_rows: Any = -1  # how many rows a holder has, as a view takes it
+
+    def __init__(self, program: Program, region: Routed, limit: Limit | None) -> None:
+        self.program, self.region, self.limit = program, region, limit
+        self.emit, axes = Emitter(program.graph, region.sort), program.mesh.holders
+        self.dropped = limit.dropped(self.emit) if limit is not None and axes else None
+        self.local_experts, self.bound = _local_experts(region, prod(axes.values())), _bound(program, region, limit)
+        (indices,) = operands(region.sort)
         tokens, where = tensor_type(indices).shape[0], describe(region.sort)
-        self.cut: TokenCut = token_cut(program, self.emit, tokens, where, shared=self._is_shared(program))
-        self.axes = list(self.cut.axes)
-        self.lead = tuple(self.cut.axes.values())
-        self.holder_dims = [i for i, axis in enumerate(self.axes) if axis in holders]
-        others = [i for i in range(len(self.axes)) if i not in self.holder_dims]
-        self.outer = [i for i in others if self.axes[i] in self.cut.batch]
-        self.merged = [*(i for i in others if i not in self.outer), *self.holder_dims]
-        self.sources = prod(self.lead[i] for i in self.merged)
-        # Leading dimensions of what a holder has.
-        self.here = (*(self.lead[i] for i in self.outer), *holders.values())
+        self.cut = token_cut(program, self.emit, tokens, where, shared=self._has_all_tokens())
+        self.holders = HolderDims(self.cut, axes)
+        self.source_dims, self.holder_dims = self.holders.lead, self.holders.dims
         # Rows by node: as a source has them, and as a holder does.
-        self._source: dict[fx.Node, fx.Node] = {}
-        self._holder: dict[fx.Node, fx.Node] = {}
+        self._at_source: dict[fx.Node, fx.Node] = {}
+        self._at_holder: dict[fx.Node, fx.Node] = {}
         self._weights: dict[fx.Node, fx.Node] = {}
-        self._plan(indices)
-
-    def _is_shared(self, program: Program) -> bool:
-        """Whether tensor parallel ranks have all tokens of a data rank, and do not share them out."""
-        return not self.holders
-
-    def _sorted(self, indices: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """A source's rows by expert, and how many each has."""
-        emit, experts, lead = self.emit, self.region.experts, self.lead
-        # Those that are kept are apart already, but where tensor ranks do not share tokens out.
-        kept_pairs = None if self._limit is None else self._limit.indices
-        is_apart = kept_pairs is not None and tensor_type(kept_pairs).shape[:-2] == lead
-        chosen = kept_pairs if kept_pairs is not None and is_apart else self.cut.apart(indices, 1, fill=experts)
-        self._tokens = tensor_type(chosen).shape[-2]
-        self._token_node = emit.size(chosen, len(lead))
-        rows, integer = simplify(self._tokens * self.region.k), torch.int64
-        order, counts = emit.several(
-            fxp.sort_by_expert.default,
-            (chosen, experts),
-            (TensorType(integer, (*lead, rows)), TensorType(integer, (*lead, experts))),
-        )
-        return order, counts
-
-    def _exchanged(self, counts: fx.Node) -> fx.Node:
-        """How many rows a holder gets of each source for each of its experts: [here, sources, own experts]."""
-        sizes = (*self.lead, *self.holders.values(), self.own)
-        received, shape = self._there(self.emit.view(counts, sizes, sizes)), (*self.here, self.sources, self.own)
-        return self.emit.view(received, shape, shape)
-
-    def _plan(self, indices: fx.Node) -> None:
-        """Where each row goes."""
-        emit, lead, integer = self.emit, self.lead, torch.int64
-        order, counts = self._sorted(indices)
-        if not self.holders:
-            self._places = self._by_expert = self._own_rows(order, counts)
-            self._counts = counts
-            self._row_node = emit.size(self._places, len(lead))
-            return
-        node, size = self.capacity = self._places_of_a_block()
-        if self.is_budgeted:
-            kind = TensorType(integer, (*lead, 1))
-            self.excess = emit.call(fxp.block_excess.default, (counts, self.blocks, node), kind)
-        kind = TensorType(integer, (*lead, simplify(self.blocks * size)))
-        self._places = emit.call(fxp.dispatch_indices.default, (order, counts, self.blocks, node), kind)
-        self._by_expert, self._counts = emit.several(
-            fxp.received_order.default,
-            (self._exchanged(counts), node),
-            (
-                TensorType(integer, (*self.here, simplify(self.sources * size))),
-                TensorType(integer, (*self.here, self.own)),
-            ),
-        )
-        self._row_node = emit.size(self._by_expert, len(self.here))
-
-    def _own_rows(self, order: fx.Node, counts: fx.Node) -> fx.Node:
-        """The order of the rows of a source that holds all experts, without what is dropped anyway."""
-        if self._limit is None or self._limit.part * self.own >= self.region.k:
-            return order
-        node, size = self._places_of_a_block()
-        return self.emit.call(
-            fxp.dispatch_indices.default, (order, counts, 1, node), TensorType(torch.int64, (*self.lead, size))
-        )
-
-    def _places_of_a_block(self) -> tuple[Any, Size]:
-        """As many as tokens may need, or as the budget has, where that is less."""
-        emit, most, budget = self.emit, Fraction(min(self.region.k, self.own)), self._budget
-        limited = self._limit is not None and self._limit.part * self.own < most
-        allowed = self._limit.part * self.own if self._limit is not None and limited else most
-        self.is_budgeted = budget is not None and self.region.k * budget < allowed * self.blocks
-        if budget is not None and self.is_budgeted:
-            return emit.part(self._token_node, self._tokens, self.region.k * budget / self.blocks)
-        if self._limit is None or not limited:
-            return emit.part(self._token_node, self._tokens, most)
-        node, size = self._limit.capacity
-        return emit.number(operator.mul, node, self.own), simplify(self.own * size)
-
-    @property
-    def load(self) -> fx.Node:
-        """How many rows each of a holder's experts received."""
-        return self.counts_here
+        self.preprocess(indices)
 
     def run(self) -> None:
         """Writes each node of the region over what a source has, or over what a holder has."""
@@ -153,158 +85,503 @@ class StaticRows:
         for node in region.nodes:
             self.emit.like(node)
             if node in region.puts:
-                node.replace_all_uses_with(self._put(node))
+                node.replace_all_uses_with(self.unpermute(node))
+            elif node in region.takes:
+                self._at_source[node] = self.permute(node)
+            elif node in region.on_holders:
+                self._at_holder[node] = self.experts(node)
             else:
-                self._rewrite(node)
+                others = {arg: self._rows_of_source(arg) if arg in region.rows else arg for arg in node.all_input_nodes}
+                self._at_source[node] = self._computed(node, others, tensor_type(self._indices).shape, -1)
 
-    def _rewrite(self, node: fx.Node) -> None:
-        if node in self.region.takes:
-            self._source[node] = self._taken(node)
-        elif node in self.region.on_holders:
-            self._holder[node] = self._computed(node, self._holder_operand, self._rows_here, self._many_here)
-        else:
-            self._source[node] = self._computed(node, self._source_operand, tensor_type(self._places).shape, -1)
-
-    @property
-    def _rows_here(self) -> tuple[Size, ...]:
-        """The shape of what a holder has, without a row's own."""
-        return tensor_type(self._by_expert).shape
-
-    @property
-    def _many_here(self) -> Any:
-        """How many those are, as a view takes it."""
-        return -1
-
-    @property
-    def _row_node_here(self) -> fx.Node:
-        """The same as a number."""
-        row_node: fx.Node = self._row_node
-        return row_node
-
-    @property
-    def counts_here(self) -> fx.Node:
-        """How many rows a holder has for each of its experts."""
-        return self._counts
-
-    def _taken(self, node: fx.Node) -> fx.Node:
-        value, _, k = node.args
-        assert isinstance(value, fx.Node)
-        tokens = self.cut.apart(value, self.region.k // int(k))  # type: ignore[arg-type]
-        kind = TensorType(tensor_type(node).dtype, (*tensor_type(self._places).shape, *tensor_type(node).shape[1:]))
-        return self.emit.call(fxp.moe_permute.default, (tokens, self._places, k), kind)
-
-    def _put(self, node: fx.Node) -> fx.Node:
-        value, weights_or_order, *rest = node.args
-        assert isinstance(value, fx.Node)
-        assert isinstance(weights_or_order, fx.Node)
-        emit, dtype, width = self.emit, tensor_type(node).dtype, tensor_type(node).shape[-1]
-        if node.target is fxp.moe_combine.default:
-            args: tuple[Any, ...] = self._returned(value), self.cut.apart(weights_or_order, 1), self._places, rest[-1]
-            return self.cut.together(emit.call(node.target, args, TensorType(dtype, (*self.lead, self._tokens, width))))
-        # Of each pair alone where they are not added up: a token's stand together.
-        times = self.region.k // int(rest[-1])  # type: ignore[arg-type]
-        count = self._token_node if times == 1 else emit.number(operator.mul, self._token_node, times)
-        shape = (*self.lead, simplify(self._tokens * times), width)
-        args = self._returned(value), self._places, count, rest[-1]
-        tokens = emit.call(node.target, args, TensorType(dtype, shape))
-        if times == 1:
-            return self.cut.together(tokens)
-        wide = (*self.lead, self._tokens, width * times)
-        tokens = self.cut.together(emit.view(tokens, (*self.lead, -1, width * times), wide))
-        return emit.view(tokens, (-1, width), tensor_type(node).shape)
-
-    def _computed(self, node: fx.Node, operand: _Operand, rows: tuple[Size, ...], many: Any) -> fx.Node:
-        """An operation over rows of another shape.
+    def preprocess(self, indices: fx.Node) -> None:
+        """Says where each row goes: which pair is at each place of a source, and how many rows holders have.
 
         Args:
+            indices: the experts of all tokens, [tokens, K].
+        """
+        self._indices, self._counts = self._sort_source(indices)
+        if self.bound[1] == "capacity":
+            self._indices = self._places(self._indices, self._counts, 1, *self._size_of_a_block())
+        self._row_count = self.emit.size(self._indices, len(self.source_dims))
+        self._holder_rows = tensor_type(self._indices).shape
+
+    def permute(self, node: fx.Node) -> fx.Node:
+        """Returns the rows of a source's tokens."""
+        value, k = operands(node)[0], node.args[-1]
+        tokens = self._gather_tokens(self.cut.apart(value, self.region.k // int(k)))  # type: ignore[arg-type]
+        kind = _like(node, *tensor_type(self._indices).shape, *tensor_type(node).shape[1:])
+        return self.emit.call(fxp.moe_permute.default, (tokens, self._indices, k), kind)
+
+    def dispatch(self, rows: fx.Node) -> fx.Node:
+        """Returns rows that sources have, as their holders do: by expert."""
+        return rows
+
+    def experts(self, node: fx.Node) -> fx.Node:
+        """Returns what a holder computes of its rows."""
+        others = {arg: self._expert_operand(node, arg) for arg in node.all_input_nodes}
+        return self._computed(node, others, self._holder_rows, self._viewed_rows)
+
+    def combine(self, rows: fx.Node) -> fx.Node:
+        """Returns rows that holders have, as their sources do."""
+        return rows
+
+    def unpermute(self, node: fx.Node) -> fx.Node:
+        """Returns the tokens of a source's rows."""
+        (value, weights_or_order, *_), last = operands(node), node.args[-1]
+        emit, kind, dims = self.emit, tensor_type(node), tensor_type(self._indices).shape[:-1]
+        (token_count, tokens), width = self._tokens, kind.shape[-1]
+        if node.target is fxp.moe_combine.default:
+            args: tuple[Any, ...] = (
+                self._rows_of_source(value),
+                self._gather(self.cut.apart(weights_or_order, 1)),
+                self._indices,
+            )
+            summed = emit.call(node.target, (*args, last), _like(node, *dims, tokens, width))
+            return self.cut.together(self._reduce(summed))
+        # Of each pair alone where they are not added up: a token's stand together.
+        times = self.region.k // int(last)  # type: ignore[arg-type]
+        count = token_count if times == 1 else emit.number(operator.mul, token_count, times)
+        args, wide = (self._rows_of_source(value), self._indices, count, last), width * times
+        summed = emit.call(node.target, args, _like(node, *dims, simplify(tokens * times), width))
+        if times == 1:
+            return self.cut.together(self._reduce(summed))
+        summed = emit.view(summed, (*dims, -1, wide), (*dims, tokens, wide))
+        return emit.view(self.cut.together(self._reduce(summed)), (-1, width), kind.shape)
+
+    def _has_all_tokens(self) -> bool:
+        """Whether tensor parallel ranks have all tokens of a data rank, and do not share them out."""
+        return not self.program.mesh.holders
+
+    def _sort_source(self, indices: fx.Node) -> list[fx.Node]:
+        """[tokens, K] → of each source the order of its pairs by expert, [lead, rows], and how many each has."""
+        # Those that are limited are apart already, but where tensor ranks do not share tokens out.
+        is_apart = self.limit is not None and tensor_type(self.limit.indices).shape[:-2] == self.source_dims
+        chosen = self.limit.indices if self.limit is not None and is_apart else self._apart(indices)
+        self._count_tokens(chosen)
+        return self._sort_by_expert(chosen, self.region.experts)
+
+    def _apart(self, indices: fx.Node) -> fx.Node:
+        """[tokens, K] → [lead, tokens, K]; in padding no expert's number."""
+        return self.cut.apart(indices, 1, fill=self.region.experts)
+
+    def _count_tokens(self, chosen: fx.Node) -> None:
+        """[…, tokens, K]: notes how many tokens there are, as a number or node, and in symbols."""
+        *dims, tokens, _ = tensor_type(chosen).shape
+        self._tokens: tuple[Any, Size] = self.emit.size(chosen, len(dims)), tokens
+
+    def _sort_by_expert(self, chosen: fx.Node, experts: int) -> list[fx.Node]:
+        """[…, tokens, K] → the order of its pairs by expert, […, rows], and how many each has, […, experts]."""
+        *dims, tokens, k = tensor_type(chosen).shape
+        kinds = _integers(*dims, simplify(tokens * k)), _integers(*dims, experts)
+        return self.emit.several(fxp.sort_by_expert.default, (chosen, experts), kinds)
+
+    def _places(self, order: fx.Node, counts: fx.Node, blocks: int, node: Any, size: Size) -> fx.Node:
+        """Returns the row of each place of so many blocks of a size, [lead, places]."""
+        kind = _integers(*tensor_type(counts).shape[:-1], simplify(blocks * size))
+        return self.emit.call(fxp.dispatch_indices.default, (order, counts, blocks, node), kind)
+
+    def _received_order(self, counts: fx.Node, node: Any, size: Size) -> list[fx.Node]:
+        """[…, sources, experts] → the order by expert of blocks of a size, and of each expert's rows how many fit."""
+        *dims, sources, experts = tensor_type(counts).shape
+        kinds = _integers(*dims, simplify(sources * size)), _integers(*dims, experts)
+        return self.emit.several(fxp.received_order.default, (counts, node), kinds)
+
+    def _size_of_a_block(self, sources: int = 1) -> tuple[Any, Size]:
+        """Returns how many places a holder has for tokens, of so many sources, as a number or node and in symbols."""
+        most, bound = self.bound
+        if self.limit is None or bound != "capacity":
+            return self.emit.part(*self._tokens, most)
+        (node, size), times = self.limit.capacity, sources * self.local_experts
+        return self.emit.number(operator.mul, node, times), simplify(size * times)
+
+    def _note_excess(self, counts: fx.Node, blocks: int, node: Any) -> None:
+        """Counts the rows without a place in blocks of a size."""
+        kind = _integers(*tensor_type(counts).shape[:-1], 1)
+        self.excess = self.emit.call(fxp.block_excess.default, (counts, blocks, node), kind)
+
+    def _gather_tokens(self, tokens: fx.Node) -> fx.Node:
+        """Returns the tokens that rows are made of: a source's own."""
+        return tokens
+
+    def _gather(self, value: fx.Node) -> fx.Node:
+        """Returns what stands by the tokens that rows are made of, as their weights do."""
+        return value
+
+    def _reduce(self, tokens: fx.Node) -> fx.Node:
+        """Returns the tokens of a source, of those that are made of rows."""
+        return tokens
+
+    def _rows_of_source(self, value: fx.Node) -> fx.Node:
+        """Returns rows as their source has them."""
+        if value not in self._at_source:
+            rows = self._at_holder[value]
+            self._at_source[value] = self.combine(rows) if self.holders.axes else rows
+        return self._at_source[value]
+
+    def _rows_of_holder(self, value: fx.Node) -> fx.Node:
+        """Returns rows as their holder has them."""
+        if value not in self._at_holder:
+            rows = self._at_source[value]
+            self._at_holder[value] = self.dispatch(rows) if self.holders.axes else rows
+        return self._at_holder[value]
+
+    def _computed(self, node: fx.Node, others: Mapping[fx.Node, fx.Node], rows: tuple[Size, ...], many: Any) -> fx.Node:
+        """Returns an operation over rows of another shape.
+
+        Args:
+            others: what takes the place of its operands.
             many: how many rows there are, as a view takes it.
         """
-        others = {arg: operand(node, arg) for arg in node.all_input_nodes}
         kinds = tuple(TensorType(kind.dtype, (*rows, *kind.shape[1:])) for kind in output_types(node))
+        lead = len(rows) - 1
         if node.target is aten.view.default:
-            (kind,), lead = kinds, len(rows) - 1
-            viewed = others[node.args[0]]  # type: ignore[index]
+            (kind,), viewed = kinds, others[node.args[0]]  # type: ignore[index]
             return self.emit.view(viewed, (*kind.shape[:lead], many, *kind.shape[lead + 1 :]), kind.shape)
         is_one = isinstance(note(node).type, TensorType)
-        return self.emit.shifted(node, others, kinds[0] if is_one else kinds, len(rows) - 1)
+        return self.emit.shifted(node, others, kinds[0] if is_one else kinds, lead)
 
-    def _holder_operand(self, node: fx.Node, arg: fx.Node) -> fx.Node:
+    def _expert_operand(self, node: fx.Node, arg: fx.Node) -> fx.Node:
+        """Returns what takes the place of an operand where experts are."""
         if arg in self.region.rows:
-            return self._sent(arg)
+            return self._rows_of_holder(arg)
         if arg is self.region.counts:
-            return self.counts_here
+            return self._counts
         if not output_types(arg):  # the number of rows
-            return self._row_node_here
-        if node in self.region.grouped:
-            return self._weight(arg)
-        return arg
+            return self._row_count  # type: ignore[no-any-return]
+        if node not in self.region.grouped:
+            return arg
+        if arg not in self._weights:  # [experts, …] → [holders, experts of each, …], cut over them
+            shape = (*self.holders.axes.values(), self.local_experts, *tensor_type(arg).shape[1:])
+            self._weights[arg] = self.holders.over(self.emit.view(arg, shape, shape))
+        return self._weights[arg]
 
-    def _source_operand(self, node: fx.Node, arg: fx.Node) -> fx.Node:
-        return self._returned(arg) if arg in self.region.rows else arg
+    def _exchange_counts(self, counts: fx.Node) -> fx.Node:
+        """Returns how many rows a holder gets of each source for each of its experts: [holders, sources, experts]."""
+        local_counts = self.holders.to_holders(counts, (self.local_experts,), (self.local_experts,))
+        shape = (*self.holder_dims, self.holders.sources, self.local_experts)
+        return self.emit.view(local_counts, shape, shape)
 
-    def _sent(self, value: fx.Node) -> fx.Node:
-        """Rows that a source has, as their holder does."""
-        if not self.holders:
-            return self._source[value] if value in self._source else self._holder[value]
-        if value not in self._holder:
-            source_rows, (node, size) = self._source[value], self.capacity
-            width, sizes = tensor_type(source_rows).shape[-1], tuple(self.holders.values())
-            parts = self.emit.view(source_rows, (*self.lead, *sizes, node, width), (*self.lead, *sizes, size, width))
-            rows = tensor_type(self._by_expert).shape
-            there = self.emit.view(self._there(parts), (*self.here, -1, width), (*rows, width))
-            kind = TensorType(tensor_type(source_rows).dtype, (*rows, width))
-            self._holder[value] = self.emit.call(fxp.moe_permute.default, (there, self._by_expert, 1), kind)
-        return self._holder[value]
+    def _sorted_by_expert(self, received: fx.Node) -> fx.Node:
+        """Returns a holder's rows by expert, of those in the order in which they came."""
+        return self.emit.call(fxp.moe_permute.default, (received, self._expert_order, 1), tensor_type(received))
 
-    def _returned(self, value: fx.Node) -> fx.Node:
-        """Rows that a holder has, as their source does."""
-        if not self.holders:
-            return self._sent(value)
-        if value not in self._source:
-            rows = self._holder[value]
-            placed = self.emit.call(
-                fxp.moe_unpermute.default, (rows, self._by_expert, self._row_node, 1), tensor_type(rows)
+    def _sorted_by_source(self, rows: fx.Node) -> fx.Node:
+        """Returns a holder's rows in the order in which they came."""
+        args = rows, self._expert_order, self._row_count, 1
+        return self.emit.call(fxp.moe_unpermute.default, args, tensor_type(rows))
+
+
+class AllToAllDispatch(Dispatch):
+    """Rows travel in blocks, one for each holder, of as many places as a source's tokens may ever need there.
+
+    That is tokens · min(K, experts of a holder)::
+
+        %sent = fxpar.moe_permute.default(%x_own, %places, 2) : f32[2, 2*c, 64]
+        %there = fxpar.shard_over[dp](%blocks, 1) : f32[2, 2, c, 64]
+        %rows = fxpar.moe_permute.default(%received, %by_expert, 1) : f32[2, 2*c, 64]
+        %y = fxpar.grouped_linear.default(%rows, %w_by_rank, %counts_here) : f32[2, 2*c, 128]
+
+    Blocks change hands by an all-to-all, which `insert_collectives` puts where `shard_over` asks for it. With a
+    `receive_budget` they have fewer places; rows without one are left out and counted.
+    """
+
+    def preprocess(self, indices: fx.Node) -> None:
+        """Says where each row goes."""
+        order, counts = self._sort_source(indices)
+        self._block = self._size_of_a_block()
+        if self.bound[1] == "budget":
+            self._note_excess(counts, self.holders.ranks, self._block[0])
+        self._indices = self._places(order, counts, self.holders.ranks, *self._block)
+        self._expert_order, self._counts = self._received_order(self._exchange_counts(counts), *self._block)
+        self._row_count = self.emit.size(self._expert_order, len(self.holder_dims))
+        self._holder_rows, self.load = tensor_type(self._expert_order).shape, self._counts
+
+    def dispatch(self, rows: fx.Node) -> fx.Node:
+        """Returns rows that sources have, as their holders do."""
+        blocks, width = self._to_holders(rows), tensor_type(rows).shape[-1]
+        received = self.emit.view(blocks, (*self.holder_dims, -1, width), (*self._holder_rows, width))
+        return self._sorted_by_expert(received)
+
+    def combine(self, rows: fx.Node) -> fx.Node:
+        """Returns rows that holders have, as their sources do."""
+        return self._to_sources(self._sorted_by_source(rows))
+
+    def _to_holders(self, rows: fx.Node) -> fx.Node:
+        """[lead, holders * places, f] → [outer, holders, merged, places, f]: what each holder receives."""
+        (node, size), width = self._block, tensor_type(rows).shape[-1]
+        return self.holders.to_holders(rows, (node, width), (size, width))
+
+    def _to_sources(self, rows: fx.Node) -> fx.Node:
+        """[outer, holders, merged * places, f] → [lead, holders * places, f]: what each source gets back."""
+        returned, width = self.holders.to_sources(rows, *self._block), tensor_type(rows).shape[-1]
+        shape = (*self.source_dims, simplify(self.holders.ranks * self._block[1]), width)
+        return self.emit.view(returned, (*self.source_dims, -1, width), shape)
+
+
+class PaddedDispatch(AllToAllDispatch):
+    """Rows travel in blocks, in which each expert has as many places of every source as its capacity.
+
+    Zeros stand behind its rows. Where those of a source stand by expert, those that a holder received do so by one
+    change of the order of dimensions: neither the products' sizes nor that order depend on how many rows there are.
+    """
+
+    def preprocess(self, indices: fx.Node) -> None:
+        """Says where each row goes."""
+        assert self.limit is not None
+        emit, (node, size) = self.emit, self.limit.capacity
+        order, counts = self._sort_source(indices)
+        self._indices, self.load = self._places(order, counts, self.region.experts, node, size), counts
+        if self.holders.axes:
+            self._block = emit.number(operator.mul, node, self.local_experts), simplify(self.local_experts * size)
+            args, kind = (
+                (self._exchange_counts(counts), [len(self.holder_dims)]),
+                _integers(*self.holder_dims, self.local_experts),
             )
-            self._source[value] = self._back(placed)
-        return self._source[value]
+            self.load = emit.call(aten.sum.dim_IntList, args, kind)
+        times = self.holders.sources, self.holders.sources * self.local_experts
+        per_expert, self._row_count = (emit.number(operator.mul, node, n) for n in times)
+        self._counts = emit.call(aten.full_like.default, (self.load, per_expert), tensor_type(self.load))
+        self._holder_rows = (*self.holder_dims, simplify(times[1] * size))
 
-    def _there(self, blocks: fx.Node) -> fx.Node:
-        """[lead, holders, …] → [outer, holders, merged, …]: what each holder received."""
-        count, rank = len(self.lead), len(tensor_type(blocks).shape)
-        for place, index in enumerate(self.holder_dims):
-            blocks = self.emit.over(blocks, count + place, self.axes[index])
-        behind = count + len(self.holder_dims)
-        return self.emit.permute(blocks, [*self.outer, *range(count, behind), *self.merged, *range(behind, rank)])
+    def dispatch(self, rows: fx.Node) -> fx.Node:
+        """Returns rows that sources have, as their holders do."""
+        return self._turned(self._to_holders(rows), self.holders.sources, self.local_experts)
 
-    def _back(self, rows: fx.Node) -> fx.Node:
-        """[outer, holders, merged * capacity, f] → [lead, blocks * capacity, f]: what each source gets back."""
-        emit, (node, size), width = self.emit, self.capacity, tensor_type(rows).shape[-1]
-        merged = tuple(self.lead[i] for i in self.merged)
-        parts = emit.view(rows, (*self.here, *merged, node, width), (*self.here, *merged, size, width))
-        outer, front = len(self.outer), len(self.here)
-        place = {dim: i for i, dim in enumerate(self.outer)} | {dim: front + i for i, dim in enumerate(self.merged)}
-        rank = len(self.here) + len(merged)
-        dims = [*(place[i] for i in range(len(self.lead))), *range(outer, front), rank, rank + 1]
-        returned = emit.permute(parts, dims)
-        for index, axis in enumerate(self.axes):
-            if index in self.merged:
-                returned = emit.over(returned, index, axis)
-        return emit.view(returned, (*self.lead, -1, width), (*self.lead, simplify(self.blocks * size), width))
+    def combine(self, rows: fx.Node) -> fx.Node:
+        """Returns rows that holders have, as their sources do."""
+        return self._to_sources(self._turned(rows, self.local_experts, self.holders.sources))
 
-    def _weight(self, value: fx.Node) -> fx.Node:
-        """[experts, …] → [holders, experts of each, …], cut over them."""
-        if not self.holders:
-            return value
-        if value not in self._weights:
-            shape = (*self.holders.values(), self.own, *tensor_type(value).shape[1:])
-            weight = self.emit.view(value, shape, shape)
-            for dim, axis in enumerate(self.holders):
-                weight = self.emit.over(weight, dim, axis)
-            self._weights[value] = weight
-        return self._weights[value]
+    def _turned(self, rows: fx.Node, *blocks: int) -> fx.Node:
+        """[holders, first * second * places, f] → [holders, second * first * places, f]."""
+        assert self.limit is not None
+        (node, size), width, front = self.limit.capacity, tensor_type(rows).shape[-1], len(self.holder_dims)
+        dims = (*self.holder_dims, *blocks)
+        parts = self.emit.view(rows, (*dims, node, width), (*dims, size, width))
+        turned = self.emit.permute(parts, [*range(front), front + 1, front, front + 2, front + 3])
+        return self.emit.view(turned, (*self.holder_dims, -1, width), (*self._holder_rows, width))
 
 
-def _shared_out(region: Routed, ranks: int) -> int:
+class AllGatherDispatch(Dispatch):
+    """Each holder gets the tokens of all sources and picks the rows of its experts; what it makes of a token goes back.
+
+    A token that chooses K of E experts has as a rule several on each of a few ranks: in blocks of rows it would travel
+    once for each of them. Here it travels once, and so does the sum over its experts::
+
+        %tokens = fxpar.expand_over[dp](%x_own, 0) : f32[2, 2*b*s, 64]
+        %rows = fxpar.moe_permute.default(%tokens, %by_expert, 2) : f32[2, 2*2*b*s, 64]
+        %y = fxpar.grouped_linear.default(%rows, %w_by_rank, %counts_here) : f32[2, 2*2*b*s, 128]
+
+    `insert_collectives` puts an all-gather where `expand_over` asks for it, and behind `sum_over` a reduce-scatter.
+    These stand first in `permute` and last in `unpermute`; between them rows stay with their holders. Where ranks copy
+    into each other's memory and many tokens have no expert on a rank, those do not travel there::
+
+        %tokens = fxpar.expand_needed[dp](%x_own, %indices_all, 4) : f32[2, 2*b*s, 64]
+        %sums = fxpar.sum_needed[dp](%y_summed, %indices_all, 4) : f32[2*b*s, 64]
+    """
+
+    def _has_all_tokens(self) -> bool:
+        """Tensor parallel ranks do: each picks the rows of its experts."""
+        return True
+
+    def preprocess(self, indices: fx.Node) -> None:
+        """Says which rows a holder picks."""
+        emit, part = self.emit, expected_part(self.program, self.region)
+        self._is_needed, self._origin = part is not None and part < MOST_NEEDED, "" if part is None else _why(part)
+        self._at_holder = self._at_source  # a source computes no rows
+        chosen = self._apart(indices)
+        self._source_tokens, self._chosen = tensor_type(chosen).shape[-2], self.holders.joined(chosen)
+        chosen = self.holders.for_each(self._chosen)
+        self._count_tokens(chosen)
+        # What is no number of an expert here goes to nobody; the number of none is beyond those of the last holder.
+        numbers = emit.call(aten.sub.Tensor, (chosen, self._first_experts()), tensor_type(chosen))
+        order, self._counts = self._sort_by_expert(numbers, self.local_experts)
+        self.load, limited = self._counts, () if self.limit is None else tensor_type(self.limit.indices).shape[:-2]
+        block = self._size_of_a_block(int(product(limited)) // prod(self.holders.outer))
+        self._indices = self._places(order, self._counts, 1, *block)
+        if self.bound[1] == "budget":
+            self._note_excess(self._counts, 1, block[0])
+            shape = (*self.holder_dims, 1, self.local_experts)
+            self._counts = self._received_order(emit.view(self._counts, shape, shape), *block)[1]
+        self._row_count = emit.size(self._indices, len(self.holder_dims))
+        self._holder_rows = tensor_type(self._indices).shape
+
+    def _first_experts(self) -> fx.Node:
+        """Returns the number of the first expert of each holder, [holders, 1, 1]."""
+        emit, shape = self.emit, (*self.holders.axes.values(), 1, 1)
+        firsts = emit.call(
+            aten.arange.start_step, (0, self.region.experts, self.local_experts), _integers(self.holders.ranks)
+        )
+        return self.holders.over(emit.view(firsts, shape, shape))
+
+    def _gather_tokens(self, tokens: fx.Node) -> fx.Node:
+        """[lead, n, f] → [holders, sources * n, f]: those that a holder needs, or all."""
+        if not self._is_needed:
+            return self._explained(self._gather(tokens))
+        emit, (*_, rows, width) = self.emit, tensor_type(tokens).shape
+        times = divide(rows, self._source_tokens)
+        assert times is not None
+        wide = simplify(times * width)
+        tokens = emit.view(tokens, (*self.source_dims, -1, wide), (*self.source_dims, self._source_tokens, wide))
+        tokens = self.holders.joined(tokens)
+        ((place, axis),) = enumerate(self.holders.axes, len(self.holders.outer))
+        args, kind = (tokens, self._chosen, self.local_experts), self.holders.expanded(tokens, place, axis)
+        received = self._explained(emit.call(expand_needed, args, kind, axis=axis))
+        shape = (*self.holder_dims, simplify(rows * self.holders.sources), width)
+        return emit.view(received, (*self.holder_dims, -1, width), shape)
+
+    def _gather(self, value: fx.Node) -> fx.Node:
+        """[lead, n, f] → [holders, sources * n, f]: what each source has, for each holder."""
+        return self.holders.for_each(self.holders.joined(value))
+
+    def _reduce(self, tokens: fx.Node) -> fx.Node:
+        """[holders, sources * n, f] → [lead, n, f]: the sums over the holders, of each source where it is."""
+        emit = self.emit
+        for place, axis in reversed(list(enumerate(self.holders.axes, len(self.holders.outer)))):
+            shape = tensor_type(tokens).shape
+            kind = _like(tokens, *shape[:place], *shape[place + 1 :])
+            if self._is_needed:
+                tokens = emit.call(sum_needed, (tokens, self._chosen, self.local_experts), kind, axis=axis)
+            else:
+                tokens = emit.call(sum_over, (tokens, place), kind, axis=axis)
+            self._explained(tokens)
+        return self.holders.to_sources(tokens, -1, self._source_tokens)
+
+    def _explained(self, node: fx.Node) -> fx.Node:
+        """Returns the node, with the reason why its tokens travel as they do where there are two ways."""
+        return update(node, origin=self._origin) if self._origin else node
+
+
+class ExactDispatch(Dispatch):
+    """Rows travel as they are sorted, as many as there are; a holder receives them by source.
+
+    How many there are is copied to the host while rows are taken, and the order of what arrived is made while they
+    travel::
+
+        %sizes = fxpar.split_sizes(%order, %counts, %counts_received) : i64[2, 5]
+        %there = fxpar.send_rows[dp](%rows, %sizes) : f32[2, r, 64]
+        %by_expert, %counts_here = fxpar.arrived_order.default(%counts_received, %r) : i64[2, r], i64[2, 2]
+    """
+
+    def _has_all_tokens(self) -> bool:
+        """Where tensor parallel ranks split each expert all of them need all rows of it."""
+        return not self.program.plan.axes_for(Cuts.FEATURES).keys() & self.program.mesh.holders.keys()
+
+    def preprocess(self, indices: fx.Node) -> None:
+        """Says how many rows go where, and names how many a holder gets."""
+        self._indices, counts = self._sort_source(indices)
+        self._received = self._exchange_counts(counts)
+        args, kind = (self._indices, counts, self._received), _integers(*self.source_dims, 2 * self.holders.ranks + 1)
+        self._sizes, self._axis = self.emit.call(split_sizes, args, kind), "-".join(self.holders.axes)
+        symbols, rows = self.program.symbols, simplify(self._tokens[1] * self.region.k)
+        taken = {node.name for node in self.program.graph.nodes}
+        taken |= {*(s.name for s in symbols), *(s.name for s in self.program.counted)}
+        name = next(name for i in itertools.count() if (name := f"r{i or ''}") not in taken)
+        example = with_counted((Counted(name, rows, 1),), {s.name: s.example for s in symbols})[name]
+        self.counted = (Counted(name, rows, example),)
+        self._holder_rows, self._has_arrived = (*self.holder_dims, self.counted[0].size), False
+
+    def run(self) -> None:
+        """Writes each node, and sends the rows if no expert computes them."""
+        super().run()
+        self._arrive()
+
+    def experts(self, node: fx.Node) -> fx.Node:
+        """Returns what a holder computes of its rows."""
+        self._arrive()
+        return super().experts(node)
+
+    def _arrive(self) -> None:
+        if self._has_arrived:
+            return
+        if not self._at_source:
+            raise PassError(
+                "experts are computed before any row was taken for them",
+                where=describe(self.region.sort),
+                remedy="take the rows first, or give dispatch='static'",
+            )
+        self._rows_of_holder(next(iter(self._at_source)))
+
+    def dispatch(self, rows: fx.Node) -> fx.Node:
+        """Returns rows that sources have, as their holders do."""
+        kind = _like(rows, *self._holder_rows, tensor_type(rows).shape[-1])
+        received = self.emit.call(send_rows, (rows, self._sizes), kind, axis=self._axis)
+        if not self._has_arrived:
+            # A view takes the number of rows: where none came, torch could not tell what -1 is.
+            self._row_count = self._viewed_rows = self.emit.size(received, len(self.holder_dims))
+            kinds = _integers(*self._holder_rows), _integers(*self.holder_dims, self.local_experts)
+            args = self._received, self._row_count
+            self._expert_order, self._counts = self.emit.several(fxp.arrived_order.default, args, kinds)
+            self.load, self._has_arrived = self._counts, True
+        return self._sorted_by_expert(received)
+
+    def combine(self, rows: fx.Node) -> fx.Node:
+        """Returns rows that holders have, as their sources do."""
+        kind = _like(rows, *tensor_type(self._indices).shape, tensor_type(rows).shape[-1])
+        return self.emit.call(return_rows, (self._sorted_by_source(rows), self._sizes), kind, axis=self._axis)
+
+
+def dispatch_of(program: Program, region: Routed, limit: Limit | None) -> type[Dispatch]:
+    """Returns the way that rows of a layer travel.
+
+    Raises:
+        PlanError: the plan asks for tokens to be gathered, and each would travel several times.
+    """
+    plan, holders = program.plan, program.mesh.holders
+    if holders and plan.dispatch == "exact":
+        return ExactDispatch
+    if plan.pad_to_capacity:
+        return PaddedDispatch
+    if not holders:
+        return Dispatch
+    # Of tokens that tensor parallel ranks share and data ranks send each would travel for every one of the former.
+    can_gather = not (plan.axes_for(Cuts.FEATURES) and plan.axes_for(Cuts.BATCH).keys() & holders.keys())
+    if plan.dispatch == "allgather" and not can_gather:
+        raise PlanError(
+            "each token would be gathered by every tensor parallel rank that has it",
+            where="dispatch='allgather'",
+            remedy="give dispatch='static', or spread experts over ranks of dp or of tp alone",
+        )
+    # Gathered, no more travels than in blocks that have a place or more for each token of a source.
+    is_less = plan.dispatch == "static" and can_gather and _bound(program, region, limit)[0] >= 1
+    return AllGatherDispatch if is_less or plan.dispatch == "allgather" else AllToAllDispatch
+
+
+def expected_part(program: Program, region: Routed) -> Fraction | None:
+    """Returns which part of others' tokens a rank is expected to need, where copies can pick them; None elsewhere.
+
+    Between more than two ranks the plan has to ask for copies, since NCCL is faster otherwise
+    (`fxpar.runtime.mailboxes`), and its collectives know no rows.
+    """
+    plan, holders = program.plan, program.mesh.holders
+    ranks = prod(holders.values())
+    copies = plan.exchange == "copy" or (plan.exchange == "auto" and ranks == 2)
+    if not copies or len(holders) != 1 or not holders.keys() <= plan.axes_for(Cuts.BATCH).keys():
+        return None
+    return needed_part(region.experts, region.experts // ranks, region.k)
+
+
+def _why(part: Fraction) -> str:
+    few, most = part < MOST_NEEDED, f"{float(MOST_NEEDED):.0%}"
+    needs = f"a rank needs {float(part):.1%} of the tokens"
+    return f"{needs}, less than {most}: it gets these alone" if few else f"{needs}, not less than {most}: it gets all"
+
+
+def _bound(program: Program, region: Routed, limit: Limit | None) -> tuple[Fraction, str]:
+    """Returns how many rows of a token a holder has places for at most, and which bound says so."""
+    budget, ranks = program.plan.receive_budget, prod(program.mesh.holders.values())
+    local_experts = Fraction(region.experts, ranks)
+    bounds = {"tokens": min(Fraction(region.k), local_experts)}
+    if limit is not None:
+        bounds["capacity"] = limit.part * local_experts
+    if budget is not None:
+        bounds["budget"] = region.k * as_written(budget) / ranks
+    reason = min(bounds, key=bounds.__getitem__)  # of equal ones the first, which is exact
+    return bounds[reason], reason
+
+
+def _local_experts(region: Routed, ranks: int) -> int:
+    """Returns how many experts each holder has."""
     local_experts = divide(region.experts, ranks)
     if local_experts is None:
         raise PlanError(
@@ -313,3 +590,11 @@ def _shared_out(region: Routed, ranks: int) -> int:
             remedy=f"choose an ep that divides {region.experts}",
         )
     return int(local_experts)
+
+
+def _like(value: fx.Node, *shape: Size) -> TensorType:
+    return TensorType(tensor_type(value).dtype, shape)
+
+
+def _integers(*shape: Size) -> TensorType:
+    return TensorType(torch.int64, shape)

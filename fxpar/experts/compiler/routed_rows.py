@@ -1,7 +1,7 @@
 """The rows that tokens send to their experts, as a program has them.
 
 Enters: a program. Leaves: for each sort of tokens by expert the operations on its rows, and which of them run where the
-tokens are and which where the experts are. A helper of `dispatch_experts`.
+tokens are and which where the experts are.
 """
 
 from __future__ import annotations
@@ -146,12 +146,11 @@ def _check(node: fx.Node, rows: Mapping[fx.Node, None]) -> None:
     if any(kind.shape[:1] != leading for kind in kinds):
         _refuse(node, "it does not keep the rows apart")
     if rule is not None and rule.labels is pointwise_labels:
-        if any(o not in rows and len(tensor_type(o).shape) == len(kinds[0].shape) for o in operands(node)):
-            other = next(
-                o for o in operands(node) if o not in rows and len(tensor_type(o).shape) == len(kinds[0].shape)
-            )
-            if tensor_type(other).shape[0] != 1:
-                _refuse(node, f"%{other.name} has rows in an order of its own")
+        rank = len(kinds[0].shape)
+        others = (o for o in operands(node) if o not in rows and len(tensor_type(o).shape) == rank)
+        other = next(others, None)
+        if other is not None and tensor_type(other).shape[0] != 1:
+            _refuse(node, f"%{other.name} has rows in an order of its own")
         return
     if node.target is aten.view.default and all(isinstance(size, int) for size in kinds[0].shape[1:]):
         return

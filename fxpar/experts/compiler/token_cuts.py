@@ -1,7 +1,7 @@
-"""Tokens as each rank has its own: a leading dimension for every axis that cuts them.
+"""Leading dimensions for the axes that cut tokens, and for those that share out experts.
 
-Enters: values by token, [tokens, …]. Leaves: [data ranks, tensor ranks, own tokens, …], and the way back. A helper of
-`dispatch_experts`.
+Enters: values by token, [tokens, …]. Leaves: [data ranks, tensor ranks, own tokens, …], what holders receive of these,
+and the ways back.
 
 Data ranks have rows of the batch. Tensor parallel ranks share all tokens of a row: each takes a part of the sequence,
 which is padded where they do not divide it.
@@ -10,8 +10,9 @@ which is padded where they do not divide it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import sympy
@@ -24,6 +25,7 @@ from fxpar.ir.program import Program, TensorType, tensor_type
 from fxpar.ir.step import batch_size
 from fxpar.layout.symbolic_sizes import Size, divide, product, simplify
 from fxpar.mesh.axes import Cuts
+from fxpar.ops.rank_dim import expand_over
 
 fxp = torch.ops.fxpar
 
@@ -37,7 +39,7 @@ class TokenCut:
         axes: that cut them, with their sizes, the outermost first.
         batch: those that share out rows of the batch.
         sequence: the length of a row as a number or node, and its size; None where data ranks alone cut tokens.
-        padded: the length that tensor ranks share out, as a node, and its size.
+        part: what each tensor rank has of it, in the same form.
     """
 
     emit: Emitter
@@ -113,6 +115,86 @@ class TokenCut:
             kind = TensorType(kind.dtype, (rows, length, width))
             blocks = emit.call(fxp.resize_rows.default, (blocks, node, 0), kind)
         return emit.view(blocks, (-1, width), (simplify(rows * length), width))
+
+
+class HolderDims:
+    """How the leading dimensions of what sources have become those of what holders have.
+
+    Those of sources are [lead], the axes that cut tokens. Those of holders are [outer, holders]: other data axes, and
+    the axes that share out experts. The rest is *merged* into rows there: axes that split each expert, and the sources
+    among holders.
+
+    Attributes:
+        axes: that share out experts, with their sizes.
+        ranks: how many holders there are.
+        lead, outer: sizes of dimensions, as above.
+        dims: sizes of [outer, holders].
+        sources: how many of them a holder receives from.
+    """
+
+    def __init__(self, cut: TokenCut, axes: Mapping[str, int]) -> None:
+        self._emit, self._names, self.axes, self.ranks = cut.emit, list(cut.axes), axes, prod(axes.values())
+        self.lead = tuple(cut.axes.values())
+        self._held = [i for i, axis in enumerate(self._names) if axis in axes]
+        others = [i for i in range(len(self.lead)) if i not in self._held]
+        self._outer = [i for i in others if self._names[i] in cut.batch]
+        self._merged = [*(i for i in others if i not in self._outer), *self._held]
+        self.outer = tuple(self.lead[i] for i in self._outer)
+        self.dims, self.sources = (*self.outer, *axes.values()), prod(self.lead[i] for i in self._merged)
+
+    def over(self, value: fx.Node) -> fx.Node:
+        """[holders, …], cut over them."""
+        for dim, axis in enumerate(self.axes):
+            value = self._emit.over(value, dim, axis)
+        return value
+
+    def to_holders(self, value: fx.Node, sizes: Sequence[Any], shape: Sequence[Size]) -> fx.Node:
+        """[lead, holders * n, …] → [outer, holders, merged, n, …]: what each holder receives.
+
+        Args:
+            sizes: of [n, …], as a view takes them.
+            shape: the same in symbols.
+        """
+        count, dims = len(self.lead), (*self.lead, *self.axes.values())
+        blocks, rank = self._emit.view(value, (*dims, *sizes), (*dims, *shape)), len(dims) + len(shape)
+        for place, index in enumerate(self._held):
+            blocks = self._emit.over(blocks, count + place, self._names[index])
+        end = count + len(self._held)
+        return self._emit.permute(blocks, [*self._outer, *range(count, end), *self._merged, *range(end, rank)])
+
+    def to_sources(self, rows: fx.Node, node: Any, size: Size) -> fx.Node:
+        """[outer, …, merged * size, f] → [lead, …, size, f]: what each source gets back.
+
+        Args:
+            node: the size as a view takes it.
+        """
+        *dims, _, width = tensor_type(rows).shape
+        front, merged = len(dims), tuple(self.lead[i] for i in self._merged)
+        rows = self._emit.view(rows, (*dims, *merged, node, width), (*dims, *merged, size, width))
+        place = {dim: i for i, dim in enumerate(self._outer)} | {dim: front + i for i, dim in enumerate(self._merged)}
+        lead, end = [place[i] for i in range(len(self.lead))], front + len(merged)
+        rows = self._emit.permute(rows, [*lead, *range(len(self._outer), front), end, end + 1])
+        for index in sorted(self._merged):
+            rows = self._emit.over(rows, index, self._names[index])
+        return rows
+
+    def joined(self, value: fx.Node) -> fx.Node:
+        """[lead, n, f] → [outer, sources * n, f]: what all sources have of which a holder receives."""
+        count = len(self.lead)
+        permuted = self._emit.permute(value, [*self._outer, *self._merged, count, count + 1])
+        *_, rows, width = tensor_type(permuted).shape
+        return self._emit.view(permuted, (*self.outer, -1, width), (*self.outer, simplify(rows * self.sources), width))
+
+    def for_each(self, value: fx.Node) -> fx.Node:
+        """[outer, …] → [outer, holders, …]: the same for each holder."""
+        for place, axis in enumerate(self.axes, len(self.outer)):
+            value = self._emit.call(expand_over, (value, place), self.expanded(value, place, axis), axis=axis)
+        return value
+
+    def expanded(self, value: fx.Node, place: int, axis: str) -> TensorType:
+        """Returns the type of a value that stands once for each rank of a holders' axis."""
+        kind = tensor_type(value)
+        return TensorType(kind.dtype, (*kind.shape[:place], self.axes[axis], *kind.shape[place:]))
 
 
 def token_cut(program: Program, emit: Emitter, tokens: Size, where: str, *, shared: bool) -> TokenCut:
