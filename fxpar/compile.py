@@ -21,8 +21,8 @@ from fxpar.ir.program import PassRecord, Program
 from fxpar.ir.step import batch_symbol
 from fxpar.manager import Pass, PassManager, Verifier
 from fxpar.mesh.axes import Cuts, axis_that
-from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
+from fxpar.ops.process_group import Group
 from fxpar.passes import CANONICAL_PASSES, DEFAULT_PASSES
 from fxpar.passes.differentiate import is_differentiable, sizes_needed
 from fxpar.passes.mark_regions import mark_regions

@@ -13,7 +13,7 @@ from fxpar.ir.grad_flow import owner_of, summed
 from fxpar.ir.program import Note, Program, Property, note, operands, set_note, tensor_type
 from fxpar.layout.symbolic_sizes import product
 from fxpar.manager import register_pass
-from fxpar.ops.coercions import copy_to, copy_to_shared, sum_gradients
+from fxpar.ops.collectives import copy_to, copy_to_shared, sum_gradients
 
 # Bytes of gradients that one reduction sums at most: large enough for bandwidth, small enough to start early.
 BUCKET = 64 * 2**20

@@ -43,10 +43,9 @@ from fxpar.ir.step import (
     tangent_path,
 )
 from fxpar.manager import Pass, register_pass
-from fxpar.ops import Operator
 from fxpar.ops.attention import saving as saving_attention
-from fxpar.ops.coercions import dual_layout, of_parameter
-from fxpar.ops.operator import Reverse
+from fxpar.ops.collectives import dual_layout, of_parameter
+from fxpar.ops.operator import Operator, Reverse
 from fxpar.ops.random import attention
 from fxpar.passes.prune import prune
 from fxpar.rewrite.derive import Derivatives, Derived, Needs, items_of

@@ -11,7 +11,7 @@ from fxpar.ir.step import batch_symbol
 from fxpar.layout.symbolic_sizes import names
 from fxpar.manager import register_pass
 from fxpar.mesh.axes import Cuts, axis_that
-from fxpar.ops.global_size import size
+from fxpar.ops.small_operators import size
 from fxpar.passes.divide_sequence import divide as divide_sizes
 from fxpar.rewrite.loss_reduction import add_count, check_added, leading_to
 from fxpar.rewrite.means import MEANS, Counting, count_numbers, scalar

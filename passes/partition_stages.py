@@ -13,8 +13,8 @@ from fxpar.ir.program import Note, Program, Property, TensorType, copy_node, des
 from fxpar.ir.stages import is_one_stage, stage_of
 from fxpar.ir.step import buffer_name, is_buffer
 from fxpar.manager import Pass, register_pass
-from fxpar.ops.coercions import sum_gradients
-from fxpar.ops.transfers import transfer
+from fxpar.ops.collectives import sum_gradients
+from fxpar.ops.small_operators import transfer
 from fxpar.passes.prune import shrink
 from fxpar.passes.recompute import mark_layers
 from fxpar.pipeline.compiler.partition import choose_stages, cuts_as_held, stage_ends

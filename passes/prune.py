@@ -8,7 +8,7 @@ from torch import fx
 
 from fxpar.ir.program import Program, Property, note, output_layouts, output_types, update
 from fxpar.manager import register_pass
-from fxpar.ops.coercions import all_reduce_coalesced
+from fxpar.ops.collectives import all_reduce_coalesced
 
 
 @register_pass("prune", requires={Property.STEP}, preserves="dataflow")

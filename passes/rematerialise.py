@@ -19,8 +19,8 @@ from fxpar.ir.program import Program, Property, note, operands, output_layouts
 from fxpar.ir.step import BACKWARD, PARAMETER, is_forward
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.manager import register_pass
-from fxpar.ops import Operator
-from fxpar.ops.coercions import all_gather
+from fxpar.ops.collectives import all_gather
+from fxpar.ops.operator import Operator
 from fxpar.passes.differentiate import forward_of
 from fxpar.rewrite.emit import compute_again, is_repeatable
 from fxpar.rules import bind_arguments

@@ -12,7 +12,7 @@ from fxpar.errors import PassError
 from fxpar.ir.operators import inner_view
 from fxpar.ir.program import Program, Property, describe, operands, output_layouts, update
 from fxpar.manager import register_pass
-from fxpar.ops import COMPOSITE_OF
+from fxpar.ops.registry import COMPOSITE_OF
 from fxpar.rules import Refusal, bind_arguments, call_of, seed_signature
 from fxpar.rules.table import rule_of
 

@@ -31,11 +31,10 @@ from fxpar.ir.grad_flow import carried
 from fxpar.ir.program import Program, note
 from fxpar.ir.step import buffer_of, is_buffer
 from fxpar.manager import without_collections
-from fxpar.ops.functions import function as autograd_function
+from fxpar.ops.small_operators import function as autograd_function
 from fxpar.plan.plan import Plan
-from fxpar.signatures.added_loss_functions import check_added_losses
-from fxpar.signatures.autograd_functions import forget_proofs
-from fxpar.signatures.defaults import write_defaults
+from fxpar.signatures.autograd_functions import check_added_losses, forget_proofs
+from fxpar.signatures.op_call import write_defaults
 
 # Buffers that a captured forward writes: what no program could write as the author's module does.
 

@@ -17,7 +17,6 @@ import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -31,8 +30,9 @@ from fxpar.capture.trace import Trace
 from fxpar.errors import CaptureError, CheckFailed
 from fxpar.ir.program import Input, Note, Parameter, Program, TensorType, module_of, set_note, tensor_type
 from fxpar.ir.step import buffer_name, is_buffer
-from fxpar.ops.functions import function
+from fxpar.ops.small_operators import function
 from fxpar.plan.plan import Plan
+from fxpar.torch_internals import is_fake
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,9 @@ from typing import Any, Self
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node, _engine_run_backward
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.capture.branches import host_numbers
 from fxpar.capture.expert_modules import ExpertModule, routed_experts
@@ -42,6 +40,7 @@ from fxpar.capture.python_state import OtherMemos, nothing_remembered, untouched
 from fxpar.capture.recording import UntracedEffectMode, is_internal, recording
 from fxpar.capture.trace import FAILURES, called, quiet
 from fxpar.errors import CaptureError
+from fxpar.torch_internals import FakeTensor, TorchDispatchMode, engine_run_backward
 
 # Forward hooks of the author's modules: those that change values are in the trace, others would never be called.
 
@@ -126,7 +125,7 @@ def hooks_watched(model: nn.Module, known: Any) -> Iterator[HookObserver]:
             hooks[key] = hook
 
 
-_ENGINE = _engine_run_backward.__code__
+_ENGINE = engine_run_backward.__code__
 _DEVICE = torch.ops.prim.device.default
 # What registers hooks on nodes of autograd's graph, and what calls an autograd function.
 _CALLED = frozenset({"register_hook", "register_prehook", "_register_hook_dict", "apply"})

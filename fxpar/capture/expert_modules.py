@@ -29,11 +29,9 @@ from fxpar.capture.patches import grouped_products
 from fxpar.capture.prepared_model import plain_surrounding, swapped
 from fxpar.capture.python_state import untouched
 from fxpar.errors import PlanError, shown
-from fxpar.ops.combine import moe_combine
 from fxpar.ops.expert_layer import experts, swiglu
-from fxpar.ops.gates import halves, swiglu_rows
-from fxpar.ops.grouped import expand_by_expert, group_sizes, grouped_linear
-from fxpar.ops.permute import moe_permute, sort_by_expert
+from fxpar.ops.grouped import expand_by_expert, group_sizes, grouped_linear, halves, swiglu_rows
+from fxpar.ops.permute import moe_combine, moe_permute, sort_by_expert
 
 # How the weights of a module of experts may be read.
 
@@ -540,7 +538,7 @@ def _experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_
     states = _product(module, "down_proj", states, counts)
     if getattr(module, "has_post_expert_norm", False):
         states = module.post_expert_norm(states)
-    return moe_combine(states, top_k_weights, order, hidden_states.dtype)  # type: ignore[no-any-return]
+    return moe_combine(states, top_k_weights, order, hidden_states.dtype)
 
 
 def _is_swiglu(module: Any) -> bool:

@@ -21,7 +21,7 @@ from torch import fx
 
 from fxpar.capture.size_expressions import SizeError
 from fxpar.ir.program import Program, ScalarType, TensorType, describe, is_tensor, note, set_note, tensor_type
-from fxpar.ops.host import item
+from fxpar.ops.small_operators import item
 from fxpar.signatures.op_call import bind_arguments
 
 aten = torch.ops.aten

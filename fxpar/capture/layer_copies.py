@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, extract_val, track_tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
@@ -26,6 +25,7 @@ from torch.fx.node import map_arg
 from fxpar.capture import patches
 from fxpar.capture.functional import COMPARED
 from fxpar.capture.places import is_foreign_file
+from fxpar.torch_internals import FakeTensor
 
 # What a trace knows of the values that go into a call of a layer and come out of it.
 

@@ -21,10 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.traceback import get_current_meta
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fxpar.capture import patches
 from fxpar.capture.functional import changes_statistics
@@ -43,6 +40,7 @@ from fxpar.capture.layer_copies import (
 )
 from fxpar.capture.python_state import PythonState
 from fxpar.capture.recording import RECOMPUTE_KEY, Recorder
+from fxpar.torch_internals import FakeTensor, dispatch_mode_stack, function_mode_stack
 
 # Whether layers do in the eager model what the first of them did: the proof of what a trace has copied.
 
@@ -422,8 +420,8 @@ def _modes() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         torch.get_default_device(),
         tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices),
-        tuple(map(id, _get_current_function_mode_stack())),
-        tuple(map(id, _get_current_dispatch_mode_stack())),
+        tuple(map(id, function_mode_stack())),
+        tuple(map(id, dispatch_mode_stack())),
     )
 
 

@@ -24,7 +24,7 @@ from fxpar.errors import CaptureError, loop_of_experts
 from fxpar.ir.program import DTYPE_NAMES, Note, ScalarType, TensorType, ValueType
 from fxpar.ir.symbols import Counted, Symbol
 from fxpar.layout.symbolic_sizes import Size, evaluate, names, product, simplify, symbol
-from fxpar.signatures.randomness import draws_bits
+from fxpar.signatures.pointwise import draws_bits
 
 
 class _DataError(CaptureError):

@@ -27,11 +27,11 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable, tracing_
 from torch._export.passes import replace_set_grad_with_hop_pass
 from torch._export.utils import _get_shape_env_from_gm
 from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.amp.autocast_mode import _enter_autocast
 from torch.autograd.function import FunctionMeta
-from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+from fxpar.torch_internals import FakeTensor, FakeTensorMode, ModuleStackTracer, in_kernel_invocation_manager
 
 _OF_DATA = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
 _QUESTIONS = ("is_compiling", "is_dynamo_compiling", "is_exporting")
@@ -444,12 +444,12 @@ def calls_of_modules(call: Callable[..., Any]) -> Any:
     Args:
         call: called with what traces it as it is, the tracer, the module, its forward, arguments and keyword arguments.
     """
-    original = _ModuleStackTracer.call_module
+    original = ModuleStackTracer.call_module
 
     def call_module(tracer: Any, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         return call(original, tracer, module, forward, args, kwargs)
 
-    return mock.patch.object(_ModuleStackTracer, "call_module", call_module)
+    return mock.patch.object(ModuleStackTracer, "call_module", call_module)
 
 
 def eager_calls_of_modules(call: Callable[..., Any]) -> Any:

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fxpar.ir.program import PRECISION_DTYPES
 from fxpar.plan.plan import Plan
+from fxpar.torch_internals import FakeTensor, FakeTensorMode, disable_current_modes
 
 # The plan's precision, which a model has before it is captured.
 
@@ -147,7 +146,7 @@ def _fakes(mode: FakeTensorMode, values: list[Tensor]) -> dict[int, Tensor]:
     """
     fakes: dict[int, Tensor] = {}
     cpu = torch.device("cpu")
-    with _disable_current_modes():
+    with disable_current_modes():
         for value in values:
             if id(value) not in fakes:
                 empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

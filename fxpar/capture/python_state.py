@@ -29,10 +29,10 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fxpar.capture.places import is_own
 from fxpar.errors import CaptureError
+from fxpar.torch_internals import FakeTensor
 
 # State that a model keeps by assignment, which a trace would freeze or carry off (DESIGN section 9).
 

@@ -17,12 +17,9 @@ import torch
 import torch.utils._pytree as pytree
 import torch.utils.checkpoint
 from torch import Tensor
-from torch._functorch.autograd_function import custom_function_call
-from torch._subclasses.fake_tensor import is_fake
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.capture import branches, patches
 from fxpar.capture.branches import Decided
@@ -30,6 +27,7 @@ from fxpar.capture.places import is_foreign_file
 from fxpar.capture.size_expressions import SizeChecker
 from fxpar.errors import CaptureError, InputError
 from fxpar.signatures.autograd_functions import resolve_function
+from fxpar.torch_internals import TorchDispatchMode, custom_function_call, is_fake
 
 NAMESPACE = "fxpar_capture"
 RECOMPUTE_KEY = "fxpar_recompute"

@@ -30,11 +30,10 @@ from fxpar.errors import CaptureError
 from fxpar.ir.program import Program, ScalarType, describe, has_note, note, operands, output_types, tensor_type
 from fxpar.ir.step import batch_size, batch_symbol
 from fxpar.layout.symbolic_sizes import Size, divide, evaluate
-from fxpar.ops.functions import function
-from fxpar.rules.batchwise_ops import name_of
+from fxpar.ops.small_operators import function
+from fxpar.rules.table import has_rows, name_of
 from fxpar.sharding.batch_sharding import declared
 from fxpar.signatures.autograd_functions import resolve_function
-from fxpar.signatures.batchwise_rule import has_rows
 
 # Runs of one operator by itself, for what is declared of its rows (`fxpar.capture.rowwise`).
 

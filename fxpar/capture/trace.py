@@ -21,7 +21,6 @@ import torch._decomp
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -46,6 +45,7 @@ from fxpar.capture.python_state import OtherMemos, nothing_remembered, untouched
 from fxpar.capture.recording import Recorder, UntracedEffectMode, recording
 from fxpar.capture.size_expressions import SizeError
 from fxpar.errors import CaptureError
+from fxpar.torch_internals import DynamicOutputShapeException
 
 # What PyTorch says where an operation that is written in C++ is given a symbolic size.
 _TAKES_NUMBERS = re.compile(r"expected to contain only concrete integers|Cannot call \w+\(\) on tensor with symbolic")

@@ -22,8 +22,8 @@ from fxpar.errors import InputError
 from fxpar.layout.layout import Layout, Placement, shard
 from fxpar.layout.shards import Box, block, boxes, counted, local_block, part_shape, real_part, whole
 from fxpar.mesh.mesh import Mesh
-from fxpar.ops.collectives import Group
 from fxpar.ops.mesh_process_groups import device_mesh, process_group
+from fxpar.ops.process_group import Group
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.modules.module import _IncompatibleKeys
 
 from fxpar.checkpoint.rank_tensors import ModelTensor, RankTensors, ShardSpec
 from fxpar.checkpoint.safetensors_files import (
@@ -33,6 +32,7 @@ from fxpar.checkpoint.safetensors_files import (
 from fxpar.checkpoint.sharded import Sharded, local_of, whole_of
 from fxpar.checkpoint.sharded_ops import part_of
 from fxpar.errors import CheckpointError
+from fxpar.torch_internals import IncompatibleKeys
 
 _SAMPLES = 1024
 
@@ -114,7 +114,7 @@ def load_full_state_dict(weights: RankTensors, state: Mapping[str, Any]) -> None
     _copy_parts(weights, state, remedy)
 
 
-def load_sharded_state_dict(weights: RankTensors, state: Mapping[str, Any], strict: bool) -> _IncompatibleKeys:
+def load_sharded_state_dict(weights: RankTensors, state: Mapping[str, Any], strict: bool) -> IncompatibleKeys:
     """Loads what `sharded_state_dict` gave; what shares memory with the module's tensors is in its place already.
 
     Full tensors are taken too, each rank its part.
@@ -132,7 +132,7 @@ def load_sharded_state_dict(weights: RankTensors, state: Mapping[str, Any], stri
     keys = [*state, *elsewhere] if isinstance(state, Mapping) else state
     missing, unknown = check_names(keys, weights.saved, groups, "state dict", remedy, strict)
     _copy_parts(weights, {name: value for name, value in state.items() if name not in unknown}, remedy)
-    return _IncompatibleKeys(missing, unknown)
+    return IncompatibleKeys(missing, unknown)
 
 
 def _copy_parts(weights: RankTensors, state: Mapping[str, Any], remedy: str) -> None:

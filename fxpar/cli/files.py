@@ -35,7 +35,7 @@ from fxpar.ir.program import DTYPE_NAMES, Input, PassRecord, Program
 from fxpar.ir.step import RNG_PATH, output_of
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.manager import Pass, PassManager
-from fxpar.ops.functions import function
+from fxpar.ops.small_operators import function
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import VERSION, print_program
 from fxpar.verify.faithful import compare, findings

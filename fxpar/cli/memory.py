@@ -114,7 +114,7 @@ def _figures(
     from fxpar.cost import make_report
     from fxpar.cost.measure import stand_in
     from fxpar.mesh.axes import joined_names
-    from fxpar.ops.collectives import Group
+    from fxpar.ops.process_group import Group
     from fxpar.passes import DEFAULT_PASSES
     from fxpar.passes.training_passes import counted_steps
 

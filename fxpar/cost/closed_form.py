@@ -18,7 +18,7 @@ import torch
 from fxpar.ir.program import Program, operands, output_types
 from fxpar.ir.symbols import balanced
 from fxpar.layout.symbolic_sizes import Size, names, product, simplify, symbol
-from fxpar.ops import alike
+from fxpar.ops.operator import alike
 
 Exponents = tuple[int, ...]
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default

@@ -19,11 +19,11 @@ from fxpar.ir.operators import computed_fraction
 from fxpar.ir.program import Program, TensorType, operands, output_layouts
 from fxpar.layout.symbolic_sizes import Size, evaluate, product, simplify
 from fxpar.mesh.axes import Cuts
-from fxpar.ops import Operator, alike
+from fxpar.ops.operator import TORCH_OPERATORS, Operator, alike
 from fxpar.rules.table import key_of, rule_of
-from fxpar.signatures.contraction import contracted_dims, einsum_steps
+from fxpar.signatures.engine import Labelling, Refusal
+from fxpar.signatures.matmul import contracted_dims, einsum_steps
 from fxpar.signatures.op_call import OpCall, call_of
-from fxpar.signatures.rule import Labelling, Refusal
 
 Formula = Callable[[OpCall], Size]
 
@@ -112,15 +112,6 @@ def _grouped(call: OpCall) -> Size:
     return 2 * _size(call) * first[-1]
 
 
-def _experts(call: OpCall) -> Size:
-    """Each row meets one matrix, whichever it is."""
-    return 2 * _size(call) * call.operands[0].shape[-1]
-
-
-def _experts_outer(call: OpCall) -> Size:
-    return 2 * product(call.operands[0].shape) * call.operands[1].shape[-1]
-
-
 def _einsum(call: OpCall) -> Size:
     steps = einsum_steps(call)
     if isinstance(steps, Refusal):
@@ -172,8 +163,7 @@ def _formulas() -> dict[str, Formula]:
         **dict.fromkeys((f"aten._scaled_dot_product_{name}.default" for name in kernels), _attention),
         **dict.fromkeys(("aten._grouped_mm.default", "aten._scaled_grouped_mm.default"), _grouped),
         "transformers.grouped_mm_fallback.default": _grouped,
-        "fxpar.grouped_linear.default": _experts,
-        "fxpar.grouped_outer.default": _experts_outer,
+        **{str(target): record.flops for target, record in TORCH_OPERATORS.items() if record.flops is not None},
         "aten.einsum.default": _einsum,
         "aten.tensordot.default": _tensordot,
         "aten.bilinear.default": _bilinear,

@@ -21,7 +21,7 @@ from fxpar.cost.measure import Storages
 from fxpar.ir.grad_flow import weights_of
 from fxpar.ir.program import Program, ScalarType, TensorType, note, operands, output_types
 from fxpar.ir.step import is_forward
-from fxpar.ops.coercions import copy_to, copy_to_shared, r_to_i
+from fxpar.ops.collectives import copy_to, copy_to_shared, r_to_i
 from fxpar.rules.table import rule_of
 from fxpar.signatures.pointwise import pointwise_labels
 

@@ -35,8 +35,8 @@ from fxpar.ir.program import Program, ScalarType, has_note, note, output_layouts
 from fxpar.ir.step import RECOMPUTE, RNG_PATH, output_of, parameter_gradients
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
-from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
+from fxpar.ops.process_group import Group
 
 _UNCOUNTABLE = (
     DataDependentOutputException,

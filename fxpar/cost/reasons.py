@@ -14,9 +14,9 @@ from fxpar.ir.operators import CHEAPEST, ONLY
 from fxpar.ir.program import Program, note, operands, output_layouts, output_types
 from fxpar.layout.symbolic_sizes import Size, names
 from fxpar.mesh.axes import Cuts
-from fxpar.ops import Operator, alike
+from fxpar.ops.operator import Operator, alike
 from fxpar.rules import call_of, key_of
-from fxpar.rules.batchwise_ops import RowWise, lacks_rule
+from fxpar.rules.table import RowWise, lacks_rule
 
 aten = torch.ops.aten
 _SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default})

@@ -22,7 +22,7 @@ from fxpar.cost.flops import computed_part, matmul_flops
 from fxpar.ir.program import Note, Program, ScalarType, note, output_layouts, output_types, tensor_type
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
-from fxpar.ops import COMPOSITE_OF
+from fxpar.ops.registry import COMPOSITE_OF
 from fxpar.plan.cost import Cost
 
 aten = torch.ops.aten

@@ -24,8 +24,8 @@ from fxpar.ir.program import Program, ScalarType, note, operands, output_layouts
 from fxpar.ir.stages import crossings, holders, is_transfer, stage_of
 from fxpar.layout.layout import P
 from fxpar.layout.symbolic_sizes import evaluate
-from fxpar.ops import Operator
-from fxpar.ops.coercions import sum_gradients
+from fxpar.ops.collectives import sum_gradients
+from fxpar.ops.operator import Operator
 
 # A value of parameters alone is computed again where it has at most so many times their bytes.
 MOST_OF_PARAMETERS = 8

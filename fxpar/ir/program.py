@@ -17,7 +17,6 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import fx
-from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 
 from fxpar.ir.symbols import Condition, Counted, Symbol
@@ -26,6 +25,7 @@ from fxpar.layout.symbolic_sizes import Size, shape_text
 from fxpar.mesh.axes import DENSE
 from fxpar.mesh.mesh import Mesh
 from fxpar.plan.plan import Plan
+from fxpar.torch_internals import LazyGraphModule
 
 # The element types that programs have, by the names of the text form and of a plan's precision.
 
@@ -228,7 +228,7 @@ class Note:
 
 def module_of(graph: fx.Graph) -> fx.GraphModule:
     """The graph as a module whose code is written when it is first called: most programs are never run."""
-    return _LazyGraphModule(torch.nn.Module(), graph)
+    return LazyGraphModule(torch.nn.Module(), graph)
 
 
 def note(node: fx.Node) -> Note:

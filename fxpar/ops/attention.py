@@ -20,10 +20,9 @@ from fxpar.ops import sdpa
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import Gradients, LoweredCall, OnShapes, Operator, Reverse, Saving
 from fxpar.ops.random import indexed, own_bits_of_probabilities
-from fxpar.signatures.engine import signature_of_summands
+from fxpar.signatures.engine import Check, Labelling, Labels, Refusal, Rule, Signature, signature_of_summands
 from fxpar.signatures.matmul import attention_labels
 from fxpar.signatures.op_call import OpCall, bind_arguments, call_of
-from fxpar.signatures.rule import Check, Labelling, Labels, Refusal, Rule, Signature
 
 _NAMES = ("query", "key", "value", "mask")
 

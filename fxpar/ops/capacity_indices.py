@@ -14,8 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpar.ops.operator import Autograd, torch_operator
+from fxpar.signatures.engine import Rule
+from fxpar.signatures.matmul import formula
 
-@torch.library.custom_op("fxpar::dispatch_indices", mutates_args=())
+
+def _blocks_shape(order: Tensor, counts: Tensor, blocks: int, capacity: int) -> Tensor:
+    return order.new_empty((*order.shape[:-1], blocks * capacity))
+
+
+@torch_operator("dispatch_indices", fake=_blocks_shape, rule=Rule(formula("... _, ... _ -> ... _", "order", "counts")))
 def dispatch_indices(order: Tensor, counts: Tensor, blocks: int, capacity: int) -> Tensor:
     """Rows by the rank they go to: the experts of each in one block of places.
 
@@ -36,12 +44,11 @@ def dispatch_indices(order: Tensor, counts: Tensor, blocks: int, capacity: int) 
     return torch.where((place < sent.unsqueeze(-1)).flatten(-2), entries, -1)
 
 
-@dispatch_indices.register_fake
-def _blocks_shape(order: Tensor, counts: Tensor, blocks: int, capacity: int) -> Tensor:
-    return order.new_empty((*order.shape[:-1], blocks * capacity))
+def _excess_shape(counts: Tensor, blocks: int, capacity: int) -> Tensor:
+    return counts.new_empty((*counts.shape[:-1], 1))
 
 
-@torch.library.custom_op("fxpar::block_excess", mutates_args=())
+@torch_operator("block_excess", fake=_excess_shape, rule=Rule(formula("... _ -> ... _", "counts")))
 def block_excess(counts: Tensor, blocks: int, capacity: int) -> Tensor:
     """For how many rows the fullest block has no place.
 
@@ -58,12 +65,12 @@ def block_excess(counts: Tensor, blocks: int, capacity: int) -> Tensor:
     return excess
 
 
-@block_excess.register_fake
-def _excess_shape(counts: Tensor, blocks: int, capacity: int) -> Tensor:
-    return counts.new_empty((*counts.shape[:-1], 1))
+def _received_shapes(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    *leading, sources, experts = counts.shape
+    return counts.new_empty((*leading, sources * capacity)), counts.new_empty((*leading, experts))
 
 
-@torch.library.custom_op("fxpar::received_order", mutates_args=())
+@torch_operator("received_order", fake=_received_shapes, rule=Rule(formula("... _ _ -> ... _, ... _", "counts")))
 def received_order(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """Rows that sources sent, by expert.
 
@@ -93,13 +100,12 @@ def received_order(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     return order.scatter(-1, target, source)[..., :-1].contiguous(), total
 
 
-@received_order.register_fake
-def _received_shapes(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    *leading, sources, experts = counts.shape
-    return counts.new_empty((*leading, sources * capacity)), counts.new_empty((*leading, experts))
+def _arrived_shapes(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    *leading, _, experts = counts.shape
+    return counts.new_empty((*leading, rows)), counts.new_empty((*leading, experts))
 
 
-@torch.library.custom_op("fxpar::arrived_order", mutates_args=())
+@torch_operator("arrived_order", fake=_arrived_shapes, rule=Rule(formula("... _ _ -> ... _, ... _", "counts")))
 def arrived_order(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Rows that sources sent, by expert, where nothing stands between them.
 
@@ -122,22 +128,6 @@ def arrived_order(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return order.scatter(-1, target, place)[..., :-1].contiguous(), total
 
 
-@arrived_order.register_fake
-def _arrived_shapes(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    *leading, _, experts = counts.shape
-    return counts.new_empty((*leading, rows)), counts.new_empty((*leading, experts))
-
-
-@torch.library.custom_op("fxpar::resize_rows", mutates_args=())
-def resize_rows(x: Tensor, rows: int, fill: int) -> Tensor:
-    """[..., any, h] → [..., rows, h]: the first rows, and behind those that are there rows of `fill`."""
-    present = x.shape[-2]
-    if rows <= present:
-        return x[..., :rows, :].clone(memory_format=torch.contiguous_format)
-    return torch.nn.functional.pad(x, (0, 0, 0, rows - present), value=fill)
-
-
-@resize_rows.register_fake
 def _resized_shape(x: Tensor, rows: int, fill: int) -> Tensor:
     return x.new_empty((*x.shape[:-2], rows, x.shape[-1]))
 
@@ -150,4 +140,15 @@ def _resized_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
     return resize_rows(gradient, ctx.rows, 0), None, None
 
 
-resize_rows.register_autograd(_resized_back, setup_context=_save_rows)
+@torch_operator(
+    "resize_rows",
+    fake=_resized_shape,
+    autograd=Autograd(_save_rows, _resized_back),
+    rule=Rule(formula("... _ h -> ... _ h", "x"), (("x",),)),
+)
+def resize_rows(x: Tensor, rows: int, fill: int) -> Tensor:
+    """[..., any, h] → [..., rows, h]: the first rows, and behind those that are there rows of `fill`."""
+    present = x.shape[-2]
+    if rows <= present:
+        return x[..., :rows, :].clone(memory_format=torch.contiguous_format)
+    return torch.nn.functional.pad(x, (0, 0, 0, rows - present), value=fill)

@@ -1,146 +1,598 @@
-"""Collectives and cuts of local tensors.
+"""The coercions: every conversion between two placements on one axis (SPEC section 2.1).
 
-Enters: a rank's tensor, the cut, a process group by name and the rank's index on the axis as a tensor (so that a
-compiled or captured program is the same on every rank). Leaves: the rank's tensor in another placement.
+Enters: nothing. Leaves: a record for each row of the table with the collective it costs forward and backward, for the
+rows of a factored axis, whose ranks share blocks (f and the slice on its inner factor), and for the bucket of many f;
+what each is in the backward; and which row converts one placement to another. The placement a coercion converts *to* is
+the one in the node's note.
+
+Where the ranks of an axis share blocks (`kv / c`, `!kv`) the axis is factored: n/c blocks over the outer factor, and
+on the inner one the blocks are invariant (reduced) or replicated. Its coercions are those of the inner factor:
+
+================  ========================  ==========================================  ===========
+from → to         forward                   backward                                    name
+================  ========================  ==========================================  ===========
+S / c; I → S / c  identity                  all-reduce of the shared blocks' gradients  `copy_to_shared`
+S / c → S / d     each rank keeps its part  zero-pad (partial)                          `split_shared`
+================  ========================  ==========================================  ===========
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, fx
 
-_c10d = torch.ops._c10d_functional
+from fxpar.ir.grad_flow import owner_of
+from fxpar.ir.operators import dual, is_finer, pending, shared_fraction
+from fxpar.ir.program import Property, TensorType, note, operands, output_layouts, output_types
+from fxpar.ir.stages import is_received
+from fxpar.ir.step import BACKWARD, PARAMETER
+from fxpar.layout.layout import Layout, Placement
+from fxpar.layout.symbolic_sizes import Size, product, simplify
+from fxpar.ops import peer_copies, process_group
+from fxpar.ops.lowering_context import OnRank
+from fxpar.ops.operator import CollectiveSite, Gradients, LoweredCall, OnShapes, Operator, Reverse, Sent
+from fxpar.ops.process_group import SharedSegment, arrived, restored, start_sum, summand
+
+# ---------------------------------------------------------------------- derivatives
+
+
+def _conjugated(reverse: Reverse) -> Gradients:
+    """The coercion of the gradient (SPEC section 2.1): from the dual of the result to the dual of the operand."""
+    node, (gradient,) = reverse.node, reverse.tangents
+    assert gradient is not None
+    target = CONJUGATE[node.target]
+    if target is None:
+        return (gradient,)
+    (source,) = operands(node)
+    (kind,), layout = output_types(source), dual_layout(output_layouts(source)[0])
+    kind = TensorType(output_types(gradient)[0].dtype, kind.shape)  # sums of half-precision gradients are wider
+    phase = PARAMETER if target in (all_reduce, reduce_from_shared) and of_parameter(node) else BACKWARD
+    args, kwargs, name = (gradient,), {"axis": node.kwargs["axis"]}, f"{gradient.name}_{target.__name__}"
+    return (reverse.emit.call(target, args, kwargs, kind, note(node), layouts=[layout], phase=phase, name=name),)
+
+
+def of_parameter(node: fx.Node) -> bool:
+    """Whether a node sums gradients of a parameter itself: once a step, and not in each microbatch."""
+    is_sum = isinstance(node.target, Operator) and node.target.sums_gradients
+    owners = [owner_of(source) for source in operands(node)] if is_sum else []
+    return is_sum and all(owner.op == "placeholder" and not is_received(owner) for owner in owners)
+
+
+def dual_layout(layout: Layout) -> Layout:
+    """How the gradient of a value of that layout is held."""
+    return Layout(tuple((axis, dual(placement)) for axis, placement in layout))
+
+
+def _together(reverse: Reverse) -> Gradients:
+    """One reduction of the gradients that there are."""
+    node, sources = reverse.node, operands(reverse.node)
+    present = [(i, gradient) for i, gradient in enumerate(reverse.tangents) if gradient is not None]
+    kinds = tuple(output_types(gradient)[0] for _, gradient in present)
+    layouts = [dual_layout(output_layouts(sources[i])[0]) for i, _ in present]
+    gradients, kwargs, place = [gradient for _, gradient in present], {"axis": node.kwargs["axis"]}, note(node)
+    phase, axis = PARAMETER if of_parameter(node) else BACKWARD, node.kwargs["axis"]
+    name = f"{axis}_sums".replace("-", "_")
+    sums = reverse.emit.call(
+        all_reduce_coalesced, gradients, kwargs, kinds, place, layouts=layouts, phase=phase, name=name
+    )
+    summed: list[fx.Node | None] = [None] * len(sources)
+    for position, (i, _) in enumerate(present):
+        args, layout = (sums, position), [layouts[position]]
+        summed[i] = reverse.emit.call(operator.getitem, args, {}, kinds[position], place, layouts=layout, phase=phase)
+    return summed
+
+
+# ---------------------------------------------------------------------- shapes and traffic
+
+
+def shape(call: OnShapes) -> Tensor:
+    """The layouts before and after decide what a rank holds of the value, which stays the same."""
+    before, after = output_types(operands(call.node)[0])[0], output_types(call.node)[0]
+    if before != after:
+        raise ValueError(f"a coercion of {before} cannot give {after}")
+    return call.outputs[0]
+
+
+def traffic(crossing: CollectiveSite) -> Iterator[Sent]:
+    """What the record sends. Each collective takes the whole value, with the padding of both cuts."""
+    target, (before,), (after,) = crossing.call.target, crossing.before, crossing.after
+    forward, backward = target.sends
+    cuts = [p for p in (before, after) if p.is_padded]
+    kind = crossing.call.outputs[0]
+    if forward:
+        yield Sent(forward, _phase(crossing, "forward"), _bytes(kind, after, cuts))
+    if backward and crossing.reached[0]:
+        backward_kind = crossing.stored[0] if crossing.of_parameters and target.sums_gradients else kind
+        yield Sent(backward, _phase(crossing, "backward"), _bytes(backward_kind, after, cuts))
+
+
+def exchange_traffic(crossing: CollectiveSite) -> Iterator[Sent]:
+    """One dimension is cut anew by way of the whole, each way from the other cut."""
+    (before,), (after,) = crossing.before, crossing.after
+    if before.dim != after.dim:
+        yield from traffic(crossing)
+        return
+    kind = crossing.call.outputs[0]
+    for phase, cut in (("forward", before), ("backward", after)):
+        if phase == "forward" or crossing.reached[0]:
+            padded = [cut] if cut.is_padded else []
+            yield Sent("all_gather", _phase(crossing, phase), _bytes(kind, after, padded))
+
+
+def bucket_traffic(crossing: CollectiveSite) -> Iterator[Sent]:
+    """All gradients at once; it leaves out what the loss does not reach."""
+    kinds = crossing.stored if crossing.of_parameters else crossing.call.outputs
+    entries = zip(kinds, crossing.after, crossing.reached, strict=True)
+    if any(crossing.reached):
+        size = simplify(sum(_bytes(kind, placement, []) for kind, placement, is_reached in entries if is_reached))
+        yield Sent("all_reduce", _phase(crossing, "backward"), size)
+
+
+def coalesced_traffic(crossing: CollectiveSite) -> Iterator[Sent]:
+    """All gradients at once."""
+    pairs = zip(crossing.call.outputs, crossing.after, strict=True)
+    yield Sent("all_reduce", "forward", simplify(sum(_bytes(kind, placement, []) for kind, placement in pairs)))
+
+
+def _phase(crossing: CollectiveSite, phase: str) -> str:
+    return "parameter" if crossing.of_parameters else phase
+
+
+def _bytes(kind: TensorType, placement: Placement, cuts: Sequence[Placement]) -> Size:
+    """Of a whole value with the padding of its cuts; of one of which ranks share a part, of that."""
+    shape = list(kind.shape)
+    for cut in cuts:
+        shape[cut.dim] = cut.pieces[0].padded
+    size = simplify(product(shape) * kind.dtype.itemsize)
+    if not placement.is_shared:
+        return size
+    part, total = shared_fraction(placement)
+    return int(size) * part // total
+
+
+# ---------------------------------------------------------------------- lowering
+
+
+def as_it_is(node: fx.Node, rank: OnRank) -> LoweredCall:
+    """The value itself."""
+    return LoweredCall(process_group.same, (node.args[0],))
+
+
+def first_only(node: fx.Node, rank: OnRank) -> LoweredCall:
+    """The value on the first rank, zeros on the others."""
+    return LoweredCall(process_group.first_only, (node.args[0], rank.ranks(node).index))
+
+
+def lower_sum(node: fx.Node, rank: OnRank) -> LoweredCall:
+    """An all-reduce."""
+    ranks = rank.ranks(node)
+    if ranks.copies is not None and note(node).one_shot:
+        return LoweredCall(peer_copies.sum_in_one_shot, (node.args[0], *ranks.copies))
+    if ranks.copies is not None:
+        return LoweredCall(
+            peer_copies.start_sum,
+            (node.args[0], *ranks.copies),
+            finish=peer_copies.summed,
+            rest=ranks.copies,
+        )
+    return LoweredCall(
+        process_group.start_sum,
+        (node.args[0], ranks.group),
+        finish=process_group.arrived,
+    )
+
+
+def lower_gather(node: fx.Node, rank: OnRank) -> LoweredCall:
+    """An all-gather of the blocks, put in their places."""
+    ranks, (source, _) = rank.ranks(node), _sides(node, rank)
+    if ranks.copies is not None:
+        rest = (*rank.cut(source), *ranks.copies)
+        return LoweredCall(
+            peer_copies.start_gather,
+            (node.args[0], *ranks.copies),
+            finish=peer_copies.gathered,
+            rest=rest,
+        )
+    start = (node.args[0], ranks.group, ranks.size)
+    return LoweredCall(process_group.start_gather, start, finish=process_group.put_in_places, rest=rank.cut(source))
+
+
+def lower_scatter(node: fx.Node, rank: OnRank) -> LoweredCall:
+    """A reduce-scatter of the blocks."""
+    ranks, (_, result) = rank.ranks(node), _sides(node, rank)
+    if ranks.copies is not None:
+        sends = (node.args[0], *rank.cut(result), ranks.size, *ranks.copies)
+        return LoweredCall(peer_copies.start_scatter, sends, finish=peer_copies.scattered, rest=ranks.copies)
+    start = (node.args[0], *rank.cut(result), ranks.group, ranks.size)
+    return LoweredCall(process_group.start_scatter, start, finish=process_group.scattered)
+
+
+def lower_r_to_s(node: fx.Node, rank: OnRank) -> LoweredCall:
+    """The rank's block, or its part of a block that others share."""
+    ranks, (_, result) = rank.ranks(node), _sides(node, rank)
+    if result.is_shared:
+        return lower_split_shared(node, rank)
+    return LoweredCall(process_group.take, (node.args[0], *rank.cut(result), ranks.size, ranks.index))
+
+
+def lower_s_to_p(node: fx.Node, rank: OnRank) -> LoweredCall:
+    """The rank's block in its place among zeros."""
+    ranks, (source, _) = rank.ranks(node), _sides(node, rank)
+    return LoweredCall(process_group.pad, (node.args[0], *rank.cut(source), ranks.size, ranks.index))
+
+
+def _sides(node: fx.Node, rank: OnRank) -> tuple[Placement, Placement]:
+    return rank.placed(operands(node)[0], node), rank.placed(node, node)
+
+
+def lower_split_shared(node: fx.Node, rank: OnRank) -> LoweredCall:
+    """The rank's part of a block, or of the whole, that others share."""
+    ranks, (source, result) = rank.ranks(node), _sides(node, rank)
+    pieces = rank.shared(source, result, ranks.size)
+    return LoweredCall(process_group.split_shared, (node.args[0], result.dim, pieces, ranks.index))
+
+
+def lower_all_to_all(node: fx.Node, rank: OnRank) -> LoweredCall:
+    """An all-to-all; of one dimension that is cut anew, an all-gather."""
+    ranks, (source, result) = rank.ranks(node), _sides(node, rank)
+    before, after, where = rank.cut(source), rank.cut(result), (ranks.group, ranks.size)
+    if source.dim == result.dim:
+        rest = (before, after, ranks.size, ranks.index)
+        return LoweredCall(
+            process_group.start_gather,
+            (node.args[0], *where),
+            finish=process_group.recut,
+            rest=rest,
+        )
+    if ranks.copies is not None:
+        start = (node.args[0], *after, ranks.size, *ranks.copies)
+        return LoweredCall(
+            peer_copies.start_exchange,
+            start,
+            finish=peer_copies.exchanged,
+            rest=(*before, *ranks.copies),
+        )
+    return LoweredCall(
+        process_group.start_exchange,
+        (node.args[0], *after, *where),
+        finish=process_group.put_in_places,
+        rest=before,
+    )
+
+
+def lower_sum_gradients(node: fx.Node, rank: OnRank) -> LoweredCall:
+    """All values as they are."""
+    return LoweredCall(unchanged_weights, (list(node.args),))
+
+
+def lower_pad_shared(node: fx.Node, rank: OnRank) -> LoweredCall:
+    """The rank's part in its place in a block that others share."""
+    ranks, (source, result) = rank.ranks(node), _sides(node, rank)
+    pieces = rank.shared(result.plain, source.plain, ranks.size)
+    return LoweredCall(process_group.pad_shared, (node.args[0], source.dim, pieces, ranks.index))
+
+
+def lower_reduce_from_shared(node: fx.Node, rank: OnRank) -> LoweredCall:
+    """An all-reduce of what ranks share, each block in its place."""
+    ranks, (source, _) = rank.ranks(node), _sides(node, rank)
+    cut = source.dim, rank.shared(source.plain, source.plain, ranks.size)
+    start, rest = (*cut, ranks.group, ranks.size, ranks.index), (*cut, ranks.size, ranks.index)
+    x = node.args[0]
+    return LoweredCall(
+        process_group.start_reduce_from_shared, (x, *start), finish=process_group.reduce_from_shared, rest=(x, *rest)
+    )
+
+
+def lower_coalesced(node: fx.Node, rank: OnRank) -> LoweredCall:
+    """One all-reduce of all values, shared blocks in their places."""
+    ranks, cuts = rank.ranks(node), list[Held]()
+    for source in operands(node):
+        placement = rank.placed(source, node)
+        pieces = rank.shared(placement.plain, placement.plain, ranks.size) if placement.is_shard else []
+        cuts.append((placement.dim, pieces) if placement.is_shard else None)
+    args = list(node.args), cuts
+    rest = (*args, ranks.size, ranks.index)
+    return LoweredCall(
+        start_sums,
+        (*args, ranks.group, ranks.size, ranks.index),
+        finish=sums,
+        rest=rest,
+    )
+
+
+# Dimension and pieces of a weight of which ranks share blocks, as tuples of `SharedSegment`'s fields; None of one that
+# every rank holds whole.
+Held = tuple[int, Sequence[Sequence[Any]]] | None
+
+
+def unchanged_weights(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`fxpar.sum_gradients`: the values stay the same."""
+    return tuple(weights)
+
+
+def start_sums(gradients: Sequence[Tensor], cuts: Sequence[Held], group: str, size: int, index: Tensor) -> Tensor:
+    """All sums in one flat tensor, on its way."""
+    return start_sum(torch.cat([part.reshape(-1) for part in _parts(gradients, cuts, size, index)]), group)
+
+
+def sums(
+    started: Tensor, gradients: Sequence[Tensor], cuts: Sequence[Held], size: int, index: Tensor
+) -> tuple[Tensor, ...]:
+    """Of `start_sums`."""
+    parts = list(_parts(gradients, cuts, size, index))
+    totals = arrived(started).split([part.numel() for part in parts])
+    summed = []
+    for gradient, item, part, flat in zip(gradients, cuts, parts, totals, strict=True):
+        total = flat.view(part.shape)
+        summed.append(total if item is None else restored(gradient, total, *_pieces(item), size, index))
+    return tuple(summed)
+
+
+def _parts(gradients: Sequence[Tensor], cuts: Sequence[Held], size: int, index: Tensor) -> Iterator[Tensor]:
+    """What is summed of each."""
+    for gradient, item in zip(gradients, cuts, strict=True):
+        yield gradient if item is None else summand(gradient, *_pieces(item), size, index)
+
+
+def _pieces(item: tuple[int, Sequence[Sequence[Any]]]) -> tuple[int, list[SharedSegment]]:
+    return item[0], [SharedSegment(*piece) for piece in item[1]]
+
+
+# ---------------------------------------------------------------------- records
+
+_record = partial(Operator, shape=shape, traffic=traffic, stage=Property.COLLECTIVES, derivative=_conjugated)
+
+
+@partial(
+    _record,
+    kinds=("I", "R"),
+    sends=("", "all_reduce"),
+    lower=as_it_is,
+    sums_gradients=True,
+)
+def copy_to(x: Any, *, axis: str) -> Any:
+    """I → R (Megatron's f): identity; all-reduce of the gradient."""
+
+
+@partial(_record, kinds=("P", "I"), sends=("all_reduce", ""), lower=lower_sum, copies=True)
+def reduce_from(x: Any, *, axis: str) -> Any:
+    """P → I (Megatron's g): all-reduce; identity on the gradient."""
+
+
+@partial(
+    _record,
+    kinds=("S", "R"),
+    sends=("all_gather", "reduce_scatter"),
+    lower=lower_gather,
+    copies=True,
+)
+def all_gather(x: Any, *, axis: str) -> Any:
+    """S → R (sequence-parallel gather): all-gather; reduce-scatter of the gradient."""
+
+
+@partial(
+    _record,
+    kinds=("P", "S"),
+    sends=("reduce_scatter", "all_gather"),
+    lower=lower_scatter,
+    copies=True,
+)
+def reduce_scatter(x: Any, *, axis: str) -> Any:
+    """P → S (sequence-parallel scatter-reduce): reduce-scatter; all-gather of the gradient."""
+
+
+@partial(
+    _record,
+    kinds=("I", "S"),
+    sends=("", "all_gather"),
+    lower=lower_r_to_s,
+)
+def i_to_s(x: Any, *, axis: str) -> Any:
+    """I → S: each rank keeps its block; all-gather of the gradient."""
+
+
+@partial(
+    _record,
+    kinds=("S", "I"),
+    sends=("all_gather", ""),
+    lower=lower_gather,
+    copies=True,
+)
+def s_to_i(x: Any, *, axis: str) -> Any:
+    """S → I: all-gather; each rank keeps its block of the gradient."""
+
+
+@partial(_record, kinds=("R", "S"), lower=lower_r_to_s)
+def r_to_s(x: Any, *, axis: str) -> Any:
+    """R → S: each rank keeps its block; the gradient is padded with zeros, a summand."""
+
+
+@partial(
+    _record,
+    kinds=("P", "R"),
+    sends=("all_reduce", "all_reduce"),
+    lower=lower_sum,
+    copies=True,
+)
+def all_reduce(x: Any, *, axis: str) -> Any:
+    """P → R: all-reduce, forward and backward."""
+
+
+@partial(_record, kinds=("R", "I"), lower=as_it_is)
+def r_to_i(x: Any, *, axis: str) -> Any:
+    """R → I: identity; the gradient is kept on rank 0 and zero elsewhere."""
+
+
+@partial(_record, kinds=("I", "P"), lower=first_only)
+def i_to_p(x: Any, *, axis: str) -> Any:
+    """I → P: kept on rank 0, zero elsewhere; identity on the gradient."""
+
+
+@partial(_record, kinds=("R", "P"), lower=first_only)
+def r_to_p(x: Any, *, axis: str) -> Any:
+    """R → P: kept on rank 0, zero elsewhere, forward and backward."""
+
+
+@partial(
+    _record,
+    kinds=("S", "S"),
+    sends=("all_to_all", "all_to_all"),
+    traffic=exchange_traffic,
+    lower=lower_all_to_all,
+    copies=True,
+)
+def all_to_all(x: Any, *, axis: str) -> Any:
+    """S(i) → S(j): all-to-all, forward and backward."""
+
+
+@partial(
+    _record,
+    kinds=("S", "S"),
+    sends=("", "all_reduce"),
+    lower=as_it_is,
+    sums_gradients=True,
+)
+def copy_to_shared(x: Any, *, axis: str) -> Any:
+    """S; I → S (f among the ranks that share a block): identity; all-reduce of the gradients of what is shared."""
+
+
+@partial(_record, kinds=("S", "S"), lower=lower_split_shared)
+def split_shared(x: Any, *, axis: str) -> Any:
+    """S / c → S: each of the ranks that share a block keeps a part of it; the gradient is padded with zeros."""
+
+
+# Of gradients alone: the conjugates of coercions that have no conjugate among those above.
+
+
+@partial(_record, kinds=("S", "P"), lower=lower_s_to_p)
+def s_to_p(x: Any, *, axis: str) -> Any:
+    """S → P: each rank's block in its place, zeros elsewhere; the conjugate of `r_to_s`."""
+
+
+@partial(_record, kinds=("S", "S"), lower=lower_pad_shared)
+def pad_shared(x: Any, *, axis: str) -> Any:
+    """S → S / c; P: a rank's part in its place in a shared block, zeros elsewhere; the conjugate of `split_shared`."""
+
+
+@partial(_record, kinds=("S", "S"), sends=("all_reduce", ""), lower=lower_reduce_from_shared)
+def reduce_from_shared(x: Any, *, axis: str) -> Any:
+    """S / c; P → S / c: all-reduce among the ranks that share a block; the conjugate of `copy_to_shared`."""
+
+
+@partial(_record, shape=lambda call: list(call.args), traffic=coalesced_traffic, lower=lower_coalesced)
+def all_reduce_coalesced(*gradients: Any, axis: str) -> Any:
+    """Several gradients, each summed as `all_reduce` or `reduce_from_shared` would: one all-reduce of all."""
+
+
+@partial(
+    _record,
+    shape=lambda call: list(call.args),
+    traffic=bucket_traffic,
+    lower=lower_sum_gradients,
+    sums_gradients=True,
+    derivative=_together,
+)
+def sum_gradients(*weights: Any, axis: str) -> Any:
+    """Several parameters, as `copy_to` or `copy_to_shared` coerce each: identity; one all-reduce of all gradients.
+
+    A weight may also be what another such sum, over other axes, gives of a parameter.
+    """
+
+
+# ---------------------------------------------------------------------- in the backward
+
+# What a coercion is in the backward, where I and R are one; None of those that leave the value as it is.
+IN_BACKWARD: Mapping[Any, Operator | None] = {
+    **dict.fromkeys((copy_to, r_to_i, copy_to_shared)),
+    reduce_from: all_reduce,
+    s_to_i: all_gather,
+    i_to_s: r_to_s,
+    i_to_p: r_to_p,
+}
+# What a gradient goes through where the value goes through a coercion; None where it stays as it is.
+CONJUGATE: Mapping[Any, Operator | None] = {
+    copy_to: all_reduce,
+    reduce_from: None,
+    all_gather: reduce_scatter,
+    reduce_scatter: all_gather,
+    i_to_s: all_gather,
+    s_to_i: r_to_s,
+    r_to_s: s_to_p,
+    all_reduce: all_reduce,
+    r_to_i: r_to_p,
+    i_to_p: None,
+    r_to_p: r_to_p,
+    all_to_all: all_to_all,
+    copy_to_shared: reduce_from_shared,
+    split_shared: pad_shared,
+}
 
 
 @dataclass(frozen=True)
-class Group:
-    """The ranks of one axis: name and size of their process group, and the mailbox (`fxpar.exchange`), if any."""
+class Coercion:
+    """One row of the table: from and to (kinds), and the collective of each direction ("" where it is local)."""
 
-    name: str
-    size: int
-    mailbox: str = ""
-
-
-# A cut: the dimension and its sharded pieces as (outer, run) in global elements; run is None for "all that is there",
-# and (size, padded) where the ranks' blocks of a single run are padded.
-Run = int | tuple[int, int] | None
-Cut = tuple[int, Sequence[tuple[int, Run]]]
+    source: str
+    target: str
+    operator: Operator
+    forward: str
+    backward: str
 
 
-def start_sum(x: Tensor, group: Group) -> Tensor:
-    """The sum of the ranks' tensors, on its way."""
-    return _c10d.all_reduce(x.contiguous(), "sum", group.name)  # type: ignore[no-any-return]
+def _row(operator: Operator) -> Coercion:
+    assert operator.kinds is not None
+    return Coercion(*operator.kinds, operator, *operator.sends)
 
 
-def arrived(started: Tensor) -> Tensor:
-    """What was sent, when it is there."""
-    return _c10d.wait_tensor(started)  # type: ignore[no-any-return]
+_PLAIN = (copy_to, reduce_from, all_gather, reduce_scatter, i_to_s, s_to_i, r_to_s, all_reduce, r_to_i, i_to_p)
+COERCIONS: Mapping[tuple[str, str], Coercion] = {
+    (row.source, row.target): row for row in map(_row, (*_PLAIN, r_to_p, all_to_all))
+}
+# Of shards whose blocks several ranks hold (SPEC section 2.2): I → R and R → S on the inner factor of the axis.
+_SHARE, _TAKE_PART = _row(copy_to_shared), _row(split_shared)
+
+# Conversions of gradients alone.
+_PAD, _PAD_PART, _SUM_SHARED = _row(s_to_p), _row(pad_shared), _row(reduce_from_shared)
+_OF_GRADIENTS = (_PAD, _PAD_PART, _SUM_SHARED)
+
+COERCION_OF: Mapping[Any, Coercion] = {
+    row.operator: row for row in (*COERCIONS.values(), _SHARE, _TAKE_PART, *_OF_GRADIENTS)
+}
 
 
-def sum_over(x: Tensor, group: Group) -> Tensor:
-    """All-reduce."""
-    return arrived(start_sum(x, group))
+def coercion(source: Placement, target: Placement) -> Coercion | None:
+    """The row that converts `source` to `target`; None where nothing does, or where they are the same.
+
+    What is lowered takes blocks in the order of the ranks: nothing converts others.
+    """
+    if source == target or not (source.in_rank_order and target.in_rank_order):
+        return None
+    if source.plain != source or target.plain != target:
+        return None
+    if source.reduced or target.reduced:
+        return _SHARE if source.reduced and pending(source) == target else None
+    if not source.is_shared and not target.is_shared:
+        return COERCIONS.get((source.kind, target.kind))
+    return _TAKE_PART if is_finer(source, target) else None
 
 
-def max_over(x: Tensor, group: Group) -> Tensor:
-    """All-reduce of the largest values; it has no derivative."""
-    return arrived(_c10d.all_reduce(x.contiguous(), "max", group.name))
+def gradient_coercion(source: Placement, target: Placement) -> Coercion | None:
+    """As `coercion`, of gradients: I and R are one there, shared blocks may be summands, and padding zero.
 
-
-def _padding(cut: Cut) -> tuple[int, int] | None:
-    """Size and padded size of a cut whose blocks are padded."""
-    run = cut[1][0][1]
-    return run if isinstance(run, tuple) else None
-
-
-def _segments(x: Tensor, cut: Cut, share: int) -> list[Tensor]:
-    """The pieces along the cut dimension; `share` is n for a rank's tensor and 1 for a whole one."""
-    dim, pieces = cut
-    if len(pieces) == 1:
-        return [x]
-    return list(x.split([outer * run // share for outer, run in pieces if isinstance(run, int)], dim))
-
-
-def spread(x: Tensor, cut: Cut, n: int) -> Tensor:
-    """Whole tensor → [n, …]: the ranks' parts stacked, padding zero."""
-    dim, pieces = cut
-    padding = _padding(cut)
-    if padding is not None:
-        size, padded = padding
-        share = -(-size // n)
-        x = _lengthened(x, dim, share * n - size).unflatten(dim, (n, share)).movedim(dim, 0)
-        return _lengthened(x, dim + 1, padded // n - share)
-    parts = []
-    for part, (outer, _) in zip(_segments(x, cut, 1), pieces, strict=True):
-        blocks = part.unflatten(dim, (outer, n, part.shape[dim] // (outer * n)))
-        parts.append(blocks.movedim(dim + 1, 0).flatten(dim + 1, dim + 2))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim + 1)
-
-
-def _lengthened(x: Tensor, dim: int, count: int) -> Tensor:
-    """With zeros behind the dimension's end."""
-    return functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, count]) if count else x
-
-
-def put_together(stacked: Tensor, cut: Cut) -> Tensor:
-    """[n, …] → whole tensor: the inverse of `spread`."""
-    dim, pieces = cut
-    n = stacked.shape[0]
-    padding = _padding(cut)
-    if padding is not None:
-        size = padding[0]
-        return stacked.narrow(dim + 1, 0, -(-size // n)).movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, size)
-    parts = []
-    moved = (dim + 1, pieces)
-    for part, (outer, _) in zip(_segments(stacked, moved, n), pieces, strict=True):
-        blocks = part.unflatten(dim + 1, (outer, part.shape[dim + 1] // outer))
-        parts.append(blocks.movedim(0, dim + 1).flatten(dim, dim + 2))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def gather_whole(x: Tensor, cut: Cut, group: Group) -> Tensor:
-    """All-gather of a shard."""
-    return collected(start_gather(x, group), cut)
-
-
-def start_gather(x: Tensor, group: Group) -> Tensor:
-    """[n, …]: the ranks' tensors stacked, on their way."""
-    return _c10d.all_gather_into_tensor(x.contiguous().unsqueeze(0), group.size, group.name)  # type: ignore[no-any-return]
-
-
-def start_exchange(x: Tensor, target: Cut, group: Group) -> Tensor:
-    """[n, …]: of each rank the part that is this one's in the target cut, on its way."""
-    counts = [1] * group.size
-    stacked = spread(x, target, group.size).contiguous()
-    return _c10d.all_to_all_single(stacked, counts, counts, group.name)  # type: ignore[no-any-return]
-
-
-def collected(started: Tensor, cut: Cut) -> Tensor:
-    """The whole of what was stacked, when it is there."""
-    return put_together(arrived(started), cut)
-
-
-def start_scatter(x: Tensor, cut: Cut, group: Group) -> Tensor:
-    """[1, …]: the rank's shard of the sum, on its way."""
-    stacked = spread(x, cut, group.size).contiguous()
-    return _c10d.reduce_scatter_tensor(stacked, "sum", group.size, group.name)  # type: ignore[no-any-return]
-
-
-def take_own(x: Tensor, cut: Cut, group: Group, index: Tensor) -> Tensor:
-    """A rank's shard of a whole tensor."""
-    return spread(x, cut, group.size).index_select(0, index.reshape(1)).squeeze(0)
-
-
-def pad_others(x: Tensor, cut: Cut, group: Group, index: Tensor) -> Tensor:
-    """A whole tensor with a rank's shard in its place and zeros elsewhere."""
-    ranks = torch.arange(group.size, device=x.device).view(-1, *[1] * x.dim())
-    return put_together(torch.where(ranks == index, x.unsqueeze(0), x.new_zeros(())), cut)
-
-
-def first_only(x: Tensor, index: Tensor) -> Tensor:
-    """The value on rank 0, zeros on the others."""
-    return torch.where(index == 0, x, x.new_zeros(()))
+    Of what all ranks hold each takes its block, of shared ones too: the backward is not differentiated.
+    """
+    if source.partial and source.plain == target:
+        return _SUM_SHARED
+    if target.partial:
+        return _PAD_PART if source.is_shard and is_finer(target.plain, source.plain) else None
+    if source.is_shard and target.kind == "P":
+        return None if source.is_shared else _PAD
+    if source.kind in "IR" and target.is_shared and target.plain == target and target.in_rank_order:
+        return COERCIONS[("R", "S")]
+    return None if source.partial else coercion(source.plain, target.plain)

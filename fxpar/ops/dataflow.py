@@ -20,8 +20,7 @@ from fxpar.ir.operators import GraphOperator, in_backward
 from fxpar.ir.program import Program, ScalarType, note, operands, output_layouts
 from fxpar.layout.layout import Layout
 from fxpar.layout.symbolic_sizes import simplify
-from fxpar.ops.coercion_table import COERCION_OF
-from fxpar.ops.coercions import IN_BACKWARD, all_reduce_coalesced, sum_gradients
+from fxpar.ops.collectives import COERCION_OF, IN_BACKWARD, all_reduce_coalesced, sum_gradients
 
 aten = torch.ops.aten
 

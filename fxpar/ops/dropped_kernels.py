@@ -1,4 +1,4 @@
-"""The kernels of `fxpar.ops.dropped_launches`. Importing this module needs Triton.
+"""The kernels of `fxpar.ops.dropped_attention`. Importing this module needs Triton.
 
 A head is a tile in one part, or in two where that leaves out padding (`D`, `DV`: columns of the parts, the second of
 which may have none): 96 columns are 64 and 32. Which probabilities stay is read as bits: a word is 32 keys of a query,
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fxpar.ops.counter_kernels import packed
+from fxpar.ops.dropout_kernels import packed
 
 
 @triton.jit

@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from fxpar.errors import InputError
-from fxpar.ops.combine import moe_combine
-from fxpar.ops.gates import halves, swiglu_rows
-from fxpar.ops.grouped import expand_by_expert, grouped_linear
-from fxpar.ops.permute import moe_permute, sort_by_expert
+from fxpar.ops.grouped import expand_by_expert, grouped_linear, halves, swiglu_rows
+from fxpar.ops.permute import moe_combine, moe_permute, sort_by_expert
 
 
 def swiglu(*inner: Tensor) -> Tensor:

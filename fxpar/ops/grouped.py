@@ -1,4 +1,4 @@
-"""Products of experts' matrices with the rows that are theirs, and what is added to or summed over those rows.
+"""Products of experts' matrices with their rows, what is added to or summed over these, and the gate between products.
 
 Enters: rows that stand expert after expert, and how many each has. Leaves: operators of torch whose backward consists
 of these same operators.
@@ -12,12 +12,21 @@ ones: groups that share experts sum their gradients.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from fxpar.ops.grouped_kernels import outer, product
+from fxpar.layout.symbolic_sizes import Size
+from fxpar.layout.symbolic_sizes import product as multiplied
+from fxpar.ops import permute
+from fxpar.ops.operator import Autograd, PaddingRows, torch_operator
+from fxpar.ops.permute import nobodys, promoted, row_kernels_for
+from fxpar.signatures.engine import Labelling, Labels, Rule
+from fxpar.signatures.matmul import formula
+from fxpar.signatures.op_call import OpCall
 
 
 def _experts_of(values: Tensor, dims: int) -> Tensor:
@@ -43,7 +52,87 @@ def _owners(counts: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(counts.cumsum(-1), places, right=True)
 
 
-@torch.library.custom_op("fxpar::grouped_linear", mutates_args=())
+# ---------------------------------------------------------------------- rules and costs
+
+
+def _lead(rank: int, of: int) -> Labels:
+    """Returns labels of `rank` leading dimensions, which are the innermost of `of`."""
+    return tuple(f"d{i}" for i in range(of - rank, of))
+
+
+def _contracted(ins: tuple[Labels, ...], out: Labels) -> Labelling:
+    return Labelling(ins, (out,), frozenset(label for part in ins for label in part if label and label not in out))
+
+
+def _linear_labels(call: OpCall) -> Labelling:
+    x, weight, _ = (len(kind.shape) for kind in call.operands)
+    lead = _lead(x - 2, x - 2)
+    matrix: Labels = ("i", "o") if call.get("transposed") else ("o", "i")
+    weight_labels: Labels = (*_lead(weight - 3, x - 2), None, *matrix)
+    return _contracted(((*lead, None, "i"), weight_labels, (*lead, None)), (*lead, None, "o"))
+
+
+def _outer_labels(call: OpCall) -> Labelling:
+    rank = len(call.operands[0].shape)
+    lead = _lead(rank - 2, rank - 2)
+    out: Labels = (*_lead(len(call.outputs[0].shape) - 3, rank - 2), None, "i", "o")
+    return _contracted(((*lead, None, "i"), (*lead, None, "o"), (*lead, None)), out)
+
+
+def _spread_labels(call: OpCall) -> Labelling:
+    rank = len(call.outputs[0].shape)
+    lead = _lead(rank - 2, rank - 2)
+    rows: Labels = (*_lead(len(call.operands[0].shape) - 2, rank - 2), None, "o")
+    return _contracted((rows, (*lead, None)), (*lead, None, "o"))
+
+
+def _sum_labels(call: OpCall) -> Labelling:
+    rank = len(call.operands[0].shape)
+    lead = _lead(rank - 2, rank - 2)
+    out: Labels = (*_lead(len(call.outputs[0].shape) - 2, rank - 2), None, "o")
+    return _contracted(((*lead, None, "o"), (*lead, None)), out)
+
+
+def _linear_flops(call: OpCall) -> Size:
+    """Each row meets one matrix, whichever it is."""
+    return 2 * multiplied(call.outputs[0].shape) * call.operands[0].shape[-1]
+
+
+def _outer_flops(call: OpCall) -> Size:
+    return 2 * multiplied(call.operands[0].shape) * call.operands[1].shape[-1]
+
+
+# ---------------------------------------------------------------------- products
+
+
+def _product_shape(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool, fill: bool = True) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[-1 if transposed else -2]))
+
+
+def _keep_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, counts, ctx.transposed, _ = inputs
+    ctx.save_for_backward(x, weight, counts)
+
+
+def _product_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, counts = ctx.saved_tensors
+    for_x = for_weight = None
+    if ctx.needs_input_grad[0]:
+        for_x = grouped_linear(gradient, weight, counts, not ctx.transposed)
+    if ctx.needs_input_grad[1]:
+        left, right = (x, gradient) if ctx.transposed else (gradient, x)
+        for_weight = grouped_outer(left, right, counts, weight.dim() - 3)
+    return for_x, for_weight, None, None, None
+
+
+@torch_operator(
+    "grouped_linear",
+    fake=_product_shape,
+    autograd=Autograd(_keep_product, _product_backward),
+    rule=Rule(_linear_labels, (("x",), ("weight",))),
+    flops=_linear_flops,
+    padding=PaddingRows(2, ignores=(0,), writes=True),
+)
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool, fill: bool = True) -> Tensor:
     """Each row times the matrix of its expert.
 
@@ -70,12 +159,33 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool, 
     return (products[0] if len(products) == 1 else torch.stack(products)).reshape(shape)
 
 
-@grouped_linear.register_fake
-def _product_shape(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool, fill: bool = True) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[-1 if transposed else -2]))
+def _outer_shape(a: Tensor, b: Tensor, counts: Tensor, leading: int) -> Tensor:
+    lead = counts.shape[counts.dim() - 1 - leading :]
+    return a.new_empty((*lead, a.shape[-1], b.shape[-1]))
 
 
-@torch.library.custom_op("fxpar::grouped_outer", mutates_args=())
+def _keep_outer(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _outer_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    rows, columns, counts = ctx.saved_tensors
+    for_rows = for_columns = None
+    if ctx.needs_input_grad[0]:
+        for_rows = grouped_linear(columns, gradient, counts, False)
+    if ctx.needs_input_grad[1]:
+        for_columns = grouped_linear(rows, gradient, counts, True)
+    return for_rows, for_columns, None, None
+
+
+@torch_operator(
+    "grouped_outer",
+    fake=_outer_shape,
+    autograd=Autograd(_keep_outer, _outer_backward),
+    rule=Rule(_outer_labels, (("a",), ("b",))),
+    flops=_outer_flops,
+    padding=PaddingRows(2, ignores=(0, 1)),
+)
 def grouped_outer(a: Tensor, b: Tensor, counts: Tensor, leading: int) -> Tensor:
     """For each expert the sum over its rows of the outer products: the gradient of its matrix.
 
@@ -99,24 +209,37 @@ def grouped_outer(a: Tensor, b: Tensor, counts: Tensor, leading: int) -> Tensor:
     return sums[0].reshape(shape) if len(sums) == 1 else _summed(torch.stack(sums), lead[:-1])
 
 
-@grouped_outer.register_fake
-def _outer_shape(a: Tensor, b: Tensor, counts: Tensor, leading: int) -> Tensor:
-    lead = counts.shape[counts.dim() - 1 - leading :]
-    return a.new_empty((*lead, a.shape[-1], b.shape[-1]))
+def _sizes_shape(ends: Tensor) -> Tensor:
+    return ends.new_empty(ends.shape, dtype=torch.int64)
 
 
-@torch.library.custom_op("fxpar::group_sizes", mutates_args=())
+@torch_operator("group_sizes", fake=_sizes_shape, rule=Rule(formula("... _ -> ... _", "ends")))
 def group_sizes(ends: Tensor) -> Tensor:
     """How many rows each group has, int64[..., E], by where it ends, int[..., E]."""
     return ends.to(torch.int64).diff(dim=-1, prepend=ends.new_zeros((*ends.shape[:-1], 1), dtype=torch.int64))
 
 
-@group_sizes.register_fake
-def _sizes_shape(ends: Tensor) -> Tensor:
-    return ends.new_empty(ends.shape, dtype=torch.int64)
+def _spread_shape(v: Tensor, counts: Tensor, rows: int) -> Tensor:
+    return v.new_empty((*counts.shape[:-1], rows, v.shape[-1]))
 
 
-@torch.library.custom_op("fxpar::expand_by_expert", mutates_args=())
+def _keep_spread(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    v, counts, _ = inputs
+    ctx.leading = v.dim() - 2
+    ctx.save_for_backward(counts)
+
+
+def _spread_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    (counts,) = ctx.saved_tensors
+    return sum_by_expert(gradient, counts, ctx.leading), None, None
+
+
+@torch_operator(
+    "expand_by_expert",
+    fake=_spread_shape,
+    autograd=Autograd(_keep_spread, _spread_backward),
+    rule=Rule(_spread_labels, (("v",),)),
+)
 def expand_by_expert(v: Tensor, counts: Tensor, rows: int) -> Tensor:
     """To each row what its expert has: a bias.
 
@@ -139,12 +262,28 @@ def expand_by_expert(v: Tensor, counts: Tensor, rows: int) -> Tensor:
     return spread.reshape(shape)
 
 
-@expand_by_expert.register_fake
-def _spread_shape(v: Tensor, counts: Tensor, rows: int) -> Tensor:
-    return v.new_empty((*counts.shape[:-1], rows, v.shape[-1]))
+def _sum_shape(y: Tensor, counts: Tensor, leading: int) -> Tensor:
+    return y.new_empty((*counts.shape[counts.dim() - 1 - leading :], y.shape[-1]))
 
 
-@torch.library.custom_op("fxpar::sum_by_expert", mutates_args=())
+def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    y, counts, _ = inputs
+    ctx.rows = y.shape[-2]
+    ctx.save_for_backward(counts)
+
+
+def _sum_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    (counts,) = ctx.saved_tensors
+    return expand_by_expert(gradient, counts, ctx.rows), None, None
+
+
+@torch_operator(
+    "sum_by_expert",
+    fake=_sum_shape,
+    autograd=Autograd(_keep_sum, _sum_backward),
+    rule=Rule(_sum_labels, (("y",),)),
+    padding=PaddingRows(1, ignores=(0,)),
+)
 def sum_by_expert(y: Tensor, counts: Tensor, leading: int) -> Tensor:
     """For each expert the sum of its rows; the adjoint of `expand_by_expert`.
 
@@ -165,62 +304,211 @@ def sum_by_expert(y: Tensor, counts: Tensor, leading: int) -> Tensor:
     return _summed(chosen.to(y.dtype) @ rows, tuple(lead))
 
 
-@sum_by_expert.register_fake
-def _sum_shape(y: Tensor, counts: Tensor, leading: int) -> Tensor:
-    return y.new_empty((*counts.shape[counts.dim() - 1 - leading :], y.shape[-1]))
+# torch's kernel wants rows of matrices to begin at multiples of so many bytes.
+_ALIGNED = 16
 
 
-def _keep_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, counts, ctx.transposed, _ = inputs
-    ctx.save_for_backward(x, weight, counts)
+def product(x: Tensor, matrices: Tensor, counts: Tensor, fill: bool) -> Tensor:
+    """Each row times its expert's matrix.
+
+    Args:
+        x: [M, i].
+        matrices: [E, i, o], each laid out by rows or by columns.
+        counts: int64[E].
+        fill: whether rows behind all experts' are zeros; they hold anything otherwise.
+    """
+    x = x.contiguous()
+    if _has_kernel(x, matrices):
+        ends = _ends(counts)
+        products: Tensor = torch.ops.aten._grouped_mm(x, matrices, ends).contiguous()  # it may have padded rows
+        if not fill:
+            return products
+        module = permute.row_kernels_for(products)  # torch's leaves the rows behind all experts' as they are
+        if module is not None:
+            cleared: Tensor = module.clear_behind(products, ends[-1])
+            return cleared
+        places = torch.arange(x.shape[0], device=x.device)
+        return torch.where((places < ends[-1]).unsqueeze(-1), products, 0)
+    products = x.new_full((x.shape[0], matrices.shape[-1]), permute.nobodys(fill))
+    if _is_recorded(x):
+        for mask, matrix in zip(_masks(counts, x.shape[0]), matrices, strict=True):
+            products = torch.where(mask, x @ matrix, products)
+        return products
+    for e, start, end in _runs(counts):
+        torch.mm(x[start:end], matrices[e], out=products[start:end])
+    return products
 
 
-def _product_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, counts = ctx.saved_tensors
-    for_x = for_weight = None
-    if ctx.needs_input_grad[0]:
-        for_x = grouped_linear(gradient, weight, counts, not ctx.transposed)
-    if ctx.needs_input_grad[1]:
-        pair = (x, gradient) if ctx.transposed else (gradient, x)
-        for_weight = grouped_outer(*pair, counts, weight.dim() - 3)
-    return for_x, for_weight, None, None, None
+def outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
+    """For each expert the sum over its rows of the outer products, [E, o, i].
+
+    Args:
+        left: [M, o].
+        right: [M, i].
+        counts: int64[E].
+    """
+    left, right = left.contiguous(), right.contiguous()
+    if _has_kernel(left, right) and left.shape[0]:
+        sums: Tensor = torch.ops.aten._grouped_mm(left.mT, right, _ends(counts)).contiguous()
+        return sums
+    sums = left.new_zeros(counts.shape[0], left.shape[-1], right.shape[-1])
+    if _is_recorded(left):
+        for e, mask in enumerate(_masks(counts, left.shape[0])):
+            sums[e] = torch.where(mask, left, 0).mT @ torch.where(mask, right, 0)
+        return sums
+    for e, start, end in _runs(counts):
+        torch.mm(left[start:end].mT, right[start:end], out=sums[e])
+    return sums
 
 
-def _keep_outer(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
+def _ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0).to(torch.int32)
 
 
-def _outer_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    rows, columns, counts = ctx.saved_tensors
-    for_rows = for_columns = None
-    if ctx.needs_input_grad[0]:
-        for_rows = grouped_linear(columns, gradient, counts, False)
-    if ctx.needs_input_grad[1]:
-        for_columns = grouped_linear(rows, gradient, counts, True)
-    return for_rows, for_columns, None, None
+def _runs(counts: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Experts that have rows, with the first and the one behind the last; reads the counts on the host."""
+    start = 0
+    for e, count in enumerate(counts.tolist()):
+        if count:
+            yield e, start, start + count
+        start += count
 
 
-def _keep_spread(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    v, counts, _ = inputs
-    ctx.leading = v.dim() - 2
-    ctx.save_for_backward(counts)
+def _masks(counts: Tensor, rows: int) -> list[Tensor]:
+    """For each expert which rows are its own, bool[M, 1]."""
+    ends = counts.cumsum(0)
+    places = torch.arange(rows, device=counts.device).unsqueeze(-1)
+    return [(places >= end - count) & (places < end) for end, count in zip(ends, counts, strict=True)]
 
 
-def _spread_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    return sum_by_expert(gradient, *ctx.saved_tensors, ctx.leading), None, None
+def _is_recorded(x: Tensor) -> bool:
+    """Whether a CUDA graph is recorded, in which nothing can be read: then every expert sees all rows."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y, counts, _ = inputs
-    ctx.rows = y.shape[-2]
-    ctx.save_for_backward(counts)
+def _has_kernel(*operands: Tensor) -> bool:
+    """Whether torch multiplies them in one kernel with sizes that it reads on the device: bfloat16 from Hopper on."""
+    if not all(operand.is_cuda and operand.dtype == torch.bfloat16 for operand in operands):
+        return False
+    if torch.cuda.get_device_capability(operands[0].device) < (9, 0):
+        return False
+    return all(_is_aligned(operand) for operand in operands)
 
 
-def _sum_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    return expand_by_expert(gradient, *ctx.saved_tensors, ctx.rows), None, None
+def _is_aligned(x: Tensor) -> bool:
+    """Whether rows, or columns, are dense and begin at multiples of 16 bytes."""
+    strides = sorted(x.stride()[-2:])
+    others = [stride * x.element_size() % _ALIGNED for stride in (strides[-1], *x.stride()[:-2])]
+    return strides[0] == 1 and not any(others) and x.data_ptr() % _ALIGNED == 0
 
 
-grouped_linear.register_autograd(_product_backward, setup_context=_keep_product)
-grouped_outer.register_autograd(_outer_backward, setup_context=_keep_outer)
-expand_by_expert.register_autograd(_spread_backward, setup_context=_keep_spread)
-sum_by_expert.register_autograd(_sum_backward, setup_context=_keep_sum)
+# ---------------------------------------------------------------------- SwiGLU of rows
+
+
+def halves(x: Tensor) -> Tensor:
+    """[..., 2 * n] → [..., 2, n]: the same elements."""
+    pair: Tensor = x.unflatten(-1, (2, x.shape[-1] // 2))
+    return pair
+
+
+def _gated_shape(x: Tensor, counts: Tensor, fill: bool = True) -> Tensor:
+    return x.new_empty((*x.shape[:-2], x.shape[-1]))
+
+
+def _keep_gate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:-1])
+
+
+def _gate_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return swiglu_gradient(gradient, *ctx.saved_tensors), None, None
+
+
+@torch_operator(
+    "swiglu_rows",
+    fake=_gated_shape,
+    autograd=Autograd(_keep_gate, _gate_backward),
+    rule=Rule(formula("... _ _ n, ... _ -> ... _ n", "x", "counts")),
+    padding=PaddingRows(1, ignores=(0,), writes=True),
+)
+def swiglu_rows(x: Tensor, counts: Tensor, fill: bool = True) -> Tensor:
+    """`silu(x[..., 0, :]) * x[..., 1, :]`; zeros in rows that are nobody's, whatever they hold.
+
+    Halves are computed in float32.
+
+    Args:
+        x: rows of gates and of what they let through, [..., M, 2, n].
+        counts: int64[..., E].
+        fill: False where nobody reads rows that are nobody's: they hold anything.
+
+    Returns:
+        [..., M, n].
+    """
+    module = row_kernels_for(x)
+    if module is not None:
+        from fxpar.ops import row_kernels
+
+        gated = row_kernels.gate(_flat_groups(x, 3), counts.sum(-1).view(-1), fill)
+        return gated.view(*x.shape[:-2], x.shape[-1])
+    gate, up = x.to(promoted(x.dtype)).unbind(-2)
+    masked: Tensor = torch.where(_are_somebodys(x.shape[-3], counts), functional.silu(gate) * up, nobodys(fill))
+    return masked.to(x.dtype)
+
+
+def _gradient_shape(gradient: Tensor, x: Tensor, counts: Tensor, fill: bool = True) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _gradient_backward(ctx: Any, tangent: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    """Of the second order, which no step has: in torch's operations."""
+    gradient, x, counts = ctx.saved_tensors
+    (gate, up), (for_gate, for_up) = x.unbind(-2), tangent.unbind(-2)
+    share = gate.sigmoid()
+    first = share * (1 + gate * (1 - share))
+    second = share * (1 - share) * (2 + gate * (1 - 2 * share))
+    is_row = _are_somebodys(x.shape[-3], counts)
+    for_gradient = for_gate * up * first + for_up * gate * share
+    parts = gradient * (for_gate * up * second + for_up * first), gradient * for_gate * first
+    for_x = torch.where(is_row.unsqueeze(-1), torch.stack(parts, dim=-2), 0)
+    return torch.where(is_row, for_gradient, 0), for_x, None, None
+
+
+@torch_operator(
+    "swiglu_gradient",
+    fake=_gradient_shape,
+    autograd=Autograd(_keep_gate, _gradient_backward),
+    rule=Rule(formula("... _ n, ... _ _ n, ... _ -> ... _ _ n", "gradient", "x", "counts"), (("gradient",),)),
+    padding=PaddingRows(2, ignores=(0, 1), writes=True),
+)
+def swiglu_gradient(gradient: Tensor, x: Tensor, counts: Tensor, fill: bool = True) -> Tensor:
+    """The gradient of what `swiglu_rows` takes; zeros in rows that are nobody's.
+
+    Args:
+        gradient: of its result, [..., M, n].
+        x: [..., M, 2, n].
+        counts: int64[..., E].
+        fill: as of `swiglu_rows`.
+
+    Returns:
+        [..., M, 2, n].
+    """
+    module = row_kernels_for(x)
+    if module is not None:
+        from fxpar.ops import row_kernels
+
+        row_counts = counts.sum(-1).view(-1)
+        return row_kernels.gate_backward(_flat_groups(gradient, 2), _flat_groups(x, 3), row_counts, fill).view(x.shape)
+    gate, up = x.to(promoted(x.dtype)).unbind(-2)
+    wide, share = gradient.to(gate.dtype), gate.sigmoid()
+    stacked = torch.stack([wide * up * share * (1 + gate * (1 - share)), wide * gate * share], dim=-2)
+    masked: Tensor = torch.where(_are_somebodys(x.shape[-3], counts).unsqueeze(-1), stacked, nobodys(fill))
+    return masked.to(x.dtype)
+
+
+def _flat_groups(x: Tensor, dims: int) -> Tensor:
+    lead = x.shape[: x.dim() - dims]
+    return x.contiguous().view(math.prod(lead), *x.shape[x.dim() - dims :])
+
+
+def _are_somebodys(rows: int, counts: Tensor) -> Tensor:
+    """bool[..., M, 1]."""
+    return (torch.arange(rows, device=counts.device) < counts.sum(-1, keepdim=True)).unsqueeze(-1)

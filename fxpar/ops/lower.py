@@ -9,6 +9,7 @@ one that starts where the operator stands, and one that waits in front of the fi
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +19,10 @@ from torch import fx
 
 from fxpar.ir.program import Note, Program, ScalarType, has_note, module_of, note, operands, set_note
 from fxpar.ir.regions import inlined
-from fxpar.ops.collectives import Group
+from fxpar.ops.capacity_indices import arrived_order, dispatch_indices, received_order
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import Operator
-from fxpar.ops.skip_padding_rows import leave_unread
+from fxpar.ops.operator import TORCH_OPERATORS, Operator, PaddingRows
+from fxpar.ops.process_group import Group
 
 # Placeholders of the rows that all ranks and those before this one bring.
 ROWS = ("rows_total", "rows_before")
@@ -160,3 +161,76 @@ def _place(node: fx.Node, device: torch.device) -> None:
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     if any(a.name == "device" for a in schema) and not operands(node):
         node.kwargs = {**node.kwargs, "device": device}
+
+
+aten = torch.ops.aten
+
+# ---------------------------------------------------------------------- padding rows
+
+# A buffer of static size has as many places as tokens may ever need, several times what they do need. Zeros in the rest
+# would cost as much as rows. What takes rows by their order or by counts passes over it; what computes each row by
+# itself carries on what is there, which may be no number. So operators on experts' rows have `fill=False` where nothing
+# reads the rows that are nobody's.
+#
+# Which rows are somebody's an order says, -1 standing behind all of them, and so do the counts of the experts that it
+# was made with: such an order and such counts are of one *buffer*. Where a buffer's rows are not all in front, or an
+# order has rows that are not counted, nothing is left out.
+
+_SAME = (aten._to_copy.default, aten.clone.default, aten.view.default, aten.reshape.default)
+
+
+def leave_unread(graph: fx.Graph) -> None:
+    """Has rows that nobody reads not written."""
+    buffers = _buffers(graph)
+    for node in graph.nodes:
+        padding = _padding(node)
+        if padding is None or not padding.writes or not _lacks_fill(node):
+            continue
+        buffer = buffers.get(node.args[padding.key])
+        if buffer is not None and _is_unread(node, buffer, buffers):
+            node.args = (*node.args, False)
+
+
+def _padding(node: fx.Node) -> PaddingRows | None:
+    record = TORCH_OPERATORS.get(node.target)
+    return None if record is None else record.padding
+
+
+def _lacks_fill(node: fx.Node) -> bool:
+    """Returns whether a call leaves its argument `fill` to the default."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    return any(argument.name == "fill" for argument in arguments[len(node.args) :])
+
+
+def _buffers(graph: fx.Graph) -> dict[object, fx.Node]:
+    """Of each order and each count that says which rows of a buffer are somebody's the node that stands for that."""
+    buffers: dict[object, fx.Node] = {}
+    for node in graph.nodes:
+        if node.target is dispatch_indices.overload and node.args[2] == 1:
+            buffers[node] = buffers[node.args[1]] = node
+        elif node.target in (received_order.overload, arrived_order.overload):
+            for part in node.users:
+                if part.target is operator.getitem:
+                    buffers[part] = node
+    return buffers
+
+
+def _is_unread(value: fx.Node, buffer: fx.Node, buffers: Mapping[object, fx.Node]) -> bool:
+    """Whether all that reads a value passes over the rows of a buffer that are nobody's."""
+    for user in value.users:
+        padding = _padding(user)
+        if padding is not None and any(user.args[i] is value for i in padding.ignores):
+            others = [arg for i, arg in enumerate(user.args) if i not in padding.ignores]
+            if value in others or buffers.get(user.args[padding.key]) is not buffer:
+                return False
+        elif not _is_by_element(user) or not _is_unread(user, buffer, buffers):
+            return False
+    return True
+
+
+def _is_by_element(node: fx.Node) -> bool:
+    """Whether a node gives each element of its operand or what it computes of it alone."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    return torch.Tag.pointwise in target.tags or target in _SAME

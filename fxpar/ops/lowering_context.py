@@ -25,8 +25,8 @@ from fxpar.ir.symbols import SIZE_FUNCTIONS
 from fxpar.layout.layout import Placement, share_of
 from fxpar.layout.symbolic_sizes import Size, last_operation
 from fxpar.mesh.axes import Cuts
-from fxpar.ops.collectives import Group
 from fxpar.ops.counter import IndexCut
+from fxpar.ops.process_group import Group
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class OnRank:
         return prod(self.program.axes[axis] for axis in cuts)
 
     def cut(self, placement: Placement) -> tuple[int, list[tuple[Any, Any]]]:
-        """Dimension and pieces of a shard, as `fxpar.ops.collectives` takes them."""
+        """Dimension and pieces of a shard, as `fxpar.ops.process_group` takes them."""
         assert not placement.is_shared, "segments that ranks share have no coercion"
         pieces = []
         for piece in placement.pieces:
@@ -174,7 +174,7 @@ class OnRank:
     def shared(self, source: Placement, target: Placement, n: int) -> list[tuple[Any, ...]]:
         """The pieces of a rank's tensor that is held as `source`, and in how many parts `target` has their blocks.
 
-        What is whole has those of the target, each as it is. They are as `fxpar.ops.factored` takes them.
+        What is whole has those of the target, each as it is. They are as `fxpar.ops.process_group` takes them.
         """
         blocks = []
         pieces = source.pieces if source.is_shard else [replace(piece, sharded=False) for piece in target.pieces]

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpar.errors import RankError
 from fxpar.mesh.axes import Axes, Groups
 from fxpar.mesh.mesh import Mesh
-from fxpar.ops.collectives import Group
+from fxpar.ops.process_group import Group
+from fxpar.torch_internals import resolve_process_group
 
 
 def create_groups(mesh: Mesh, names: Iterable[str], timeout: timedelta | None = None) -> dict[str, Group]:
@@ -85,7 +85,7 @@ def process_group(group: Group) -> dist.ProcessGroup:
         RankError: a module whose group it is has failed.
     """
     name: Any = group.name  # newer versions of torch want a type of their own, which is a text
-    resolved = _resolve_process_group(name)
+    resolved = resolve_process_group(name)
     error = _REFUSED.get(resolved)
     if error is not None:
         raise RankError(error.reason, where=error.where, remedy=error.remedy)
@@ -96,7 +96,7 @@ def refuse_group(group: Group, error: RankError) -> None:
     """Has every further use of a group raise an error; one that is destroyed has none."""
     name: Any = group.name
     with contextlib.suppress(RuntimeError, ValueError, LookupError):
-        _REFUSED[_resolve_process_group(name)] = error
+        _REFUSED[resolve_process_group(name)] = error
 
 
 # Who may still send something over groups of gloo that fxpar made.
@@ -107,7 +107,7 @@ def hold(holder: object, groups: Iterable[Group]) -> None:
     """Keeps groups from being closed as long as an object lives; those that torch.distributed made are never closed."""
     for group in groups:
         name: Any = group.name
-        resolved = _resolve_process_group(name)
+        resolved = resolve_process_group(name)
         if resolved is not dist.group.WORLD and resolved.name() == "gloo":
             _HOLDERS.setdefault(resolved, []).append(weakref.ref(holder))
 

@@ -6,22 +6,24 @@ reads what it needs there: the rules, the checks of shapes, lowering, reports an
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, fx
 
+from fxpar.errors import InputError
 from fxpar.ir.operators import GraphOperator
 from fxpar.ir.program import Note, Property, TensorType, note, output_types, update
 from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.symbolic_sizes import Size
 from fxpar.ops.lowering_context import OnRank
+from fxpar.signatures.engine import Rule
 from fxpar.signatures.op_call import OpCall
-from fxpar.signatures.rule import Rule
 
 
 @dataclass(frozen=True)
@@ -258,3 +260,130 @@ class Operator(GraphOperator):
 def alike(target: Any) -> Any:
     """The operator of torch that the target of a node is, or is like; None where there is none."""
     return target.like if isinstance(target, Operator) else target
+
+
+# ---------------------------------------------------------------------- operators of torch
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_LIBRARY = torch.library.Library("fxpar", "FRAGMENT")
+
+
+@dataclass(frozen=True)
+class Autograd:
+    """How autograd differentiates an operator of torch.
+
+    Attributes:
+        save: takes the context, the inputs and the outputs of a call.
+        backward: takes the context and the gradients of the outputs; returns the gradient of each input.
+    """
+
+    save: Callable[[Any, tuple[Any, ...], Any], None]
+    backward: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class PaddingRows:
+    """What an operator does with rows of a buffer that are nobody's (`fxpar.ops.lower`).
+
+    Attributes:
+        key: number of the argument that says which rows are somebody's: an order, or counts.
+        ignores: numbers of the operands of which it does not read such rows.
+        writes: whether it writes zeros in such rows, which its argument `fill` switches off.
+    """
+
+    key: int
+    ignores: tuple[int, ...] = ()
+    writes: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class TorchOperator(Generic[_P, _R]):
+    """An operator of `torch.ops.fxpar`, which compilers leave whole and which changes none of its operands.
+
+    It is called like the function that computes it.
+
+    Attributes:
+        overload: the target of nodes.
+        rule: its legal signatures; None where programs have no such node.
+        flops: as of `Operator`.
+        padding: None where it does not know of rows that are nobody's.
+    """
+
+    overload: Any
+    rule: Rule | None = None
+    flops: Callable[[OpCall], Size] | None = None
+    padding: PaddingRows | None = None
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Goes through the dispatcher, as a call of a graph does."""
+        outputs: _R = self.overload(*args, **kwargs)
+        return outputs
+
+
+# All of them by overload; a file that declares one adds it when it is imported (`fxpar.ops.registry` imports all).
+TORCH_OPERATORS: dict[Any, TorchOperator[..., Any]] = {}
+
+
+def torch_operator(
+    name: str,
+    *tags: torch.Tag,
+    fake: Callable[..., Any],
+    autograd: Autograd | None = None,
+    direct: bool = False,
+    rule: Rule | None = None,
+    flops: Callable[[OpCall], Size] | None = None,
+    padding: PaddingRows | None = None,
+) -> Callable[[Callable[_P, _R]], TorchOperator[_P, _R]]:
+    """Declares `torch.ops.fxpar.<name>`: the decorated function computes it, and its signature is the schema.
+
+    Args:
+        fake: returns tensors of the results' shapes for operands without values.
+        autograd: None where there is no gradient.
+        direct: leaves out what torch wraps around a function for gradients and for checks of aliasing: three calls
+            more, of four times the time. It is for what a step calls hundreds of times. Operands that require a
+            gradient are refused.
+        rule: as of `TorchOperator`, and so `flops` and `padding`.
+    """
+
+    def declare(function: Callable[_P, _R]) -> TorchOperator[_P, _R]:
+        if direct:
+            schema = torch.library.infer_schema(function, mutates_args=())
+            _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+            _LIBRARY.impl(name, _without_gradients(name, function), "CompositeExplicitAutograd")
+            torch.library.register_fake(f"fxpar::{name}", fake, lib=_LIBRARY)
+        else:
+            definition = torch.library.custom_op(f"fxpar::{name}", function, mutates_args=(), tags=tags)
+            definition.register_fake(fake)
+            if autograd is not None:
+                definition.register_autograd(autograd.backward, setup_context=autograd.save)
+        record = TorchOperator[_P, _R](getattr(torch.ops.fxpar, name).default, rule, flops, padding)
+        TORCH_OPERATORS[record.overload] = record
+        return record
+
+    return declare
+
+
+def _without_gradients(name: str, function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Returns the function; it refuses operands that ask for a gradient, which autograd would take of what it computes.
+
+    That of a rank alone is not that of a sum over ranks, and torch only warns.
+    """
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.is_grad_enabled() and any(map(_asks, (*args, *kwargs.values()))):
+            raise InputError(
+                "an operand asks for a gradient, and the operator has none",
+                where=f"fxpar::{name}",
+                remedy="call it under torch.no_grad(), as the steps of a module do",
+            )
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _asks(x: object) -> bool:
+    if isinstance(x, Tensor):
+        return x.requires_grad
+    return isinstance(x, (list, tuple)) and any(map(_asks, x))

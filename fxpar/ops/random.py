@@ -1,7 +1,7 @@
 """What draws bits of the counter generator (SPEC section 2.4), and the rank's coordinate by which ranks draw their own.
 
 Enters: nothing. Leaves: a record for each operator that `assign_rng` puts in place of torch's random ones. Numbers are
-made in `fxpar.ops.counter`, on GPUs in `fxpar.ops.dropped`.
+made in `fxpar.ops.counter`; on GPUs dropout is an operator of torch, whose kernel draws the same bits.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor, fx
 from fxpar.errors import InputError
 from fxpar.ir.program import Property, note, operands, output_types
 from fxpar.layout.layout import I, Placement, R, V
-from fxpar.ops import counter, dropped, sdpa
+from fxpar.ops import counter, sdpa
+from fxpar.ops.counter import IndexCut
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import Gradients, LoweredCall, OnShapes, Operator, Reverse
-from fxpar.signatures.engine import seed_signature
+from fxpar.ops.operator import Autograd, Gradients, LoweredCall, OnShapes, Operator, Reverse, torch_operator
+from fxpar.signatures.engine import Check, Labelling, Refusal, Rule, Signature, seed_signature
 from fxpar.signatures.matmul import attention_labels
 from fxpar.signatures.op_call import OpCall, bind_arguments
 from fxpar.signatures.pointwise import broadcast, same_values
-from fxpar.signatures.rule import Check, Labelling, Refusal, Rule, Signature
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -152,7 +152,7 @@ def _dropout_form(device: torch.device) -> Callable[..., Tensor]:
             where="dropout",
             remedy="pip install triton, or run on the CPU",
         )
-    return dropped.dropout
+    return fused_dropout
 
 
 def _dropout_on_shapes(x: Tensor, rng: Tensor, p: float, origin: int | Tensor, cuts: Sequence[Any]) -> Tensor:
@@ -276,3 +276,104 @@ def attention(
 
     Arguments as `torch.nn.functional.scaled_dot_product_attention`; `rng`, `p` and `indices` as in `dropout`.
     """
+
+
+# ---------------------------------------------------------------------- dropout on GPUs
+
+# By itself dropout is one kernel. Inductor, which fuses nothing with that, reads another form (`DECOMPOSITIONS`): words
+# of 32 bits, drawn in a kernel that reads no tensor, and plain operators that read one bit for an element, which end up
+# in the kernels before and after. A backward that is compiled with its forward reads the same words: a sixteenth of the
+# bytes of half precision is saved for it, and nothing is drawn twice.
+
+
+def _like(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, rng, rank, offset, identity, *ctx.options = inputs
+    ctx.save_for_backward(rng, rank, offset, identity)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _dropout(grad.contiguous(), *ctx.saved_tensors, *ctx.options), *[None] * 9
+
+
+@torch_operator("dropout", fake=_like, autograd=Autograd(_keep, _backward))
+def _dropout(
+    x: Tensor,
+    rng: Tensor,
+    rank: Tensor,
+    offset: Tensor,
+    identity: Tensor,
+    p: float,
+    origin: int,
+    run: int,
+    ranks: int,
+    unit: int,
+) -> Tensor:
+    """Dropout of a contiguous tensor; for the others see `fxpar.ops.dropout_kernels.DropoutShard`."""
+    from fxpar.ops import dropout_kernels
+
+    return dropout_kernels.dropout(
+        x, dropout_kernels.DropoutShard(rng, rank, offset, identity, p, origin, run, ranks, unit)
+    )
+
+
+def _words_shape(rng: Tensor, *args: Any) -> Tensor:
+    return rng.new_empty((args[-1] + 31) // 32, dtype=torch.int32)
+
+
+@torch_operator("drawn_words", fake=_words_shape, direct=True)
+def drawn_words(
+    rng: Tensor,
+    rank: Tensor,
+    offset: Tensor,
+    identity: Tensor,
+    p: float,
+    origin: int,
+    run: int,
+    ranks: int,
+    unit: int,
+    count: int,
+) -> Tensor:
+    """Which of the `count` elements of a tensor stay, a bit each: i32[ceil(count / 32)]; others as of dropout."""
+    from fxpar.ops import dropout_kernels
+
+    return dropout_kernels.draw(
+        dropout_kernels.DropoutShard(rng, rank, offset, identity, p, origin, run, ranks, unit), count
+    )
+
+
+def dropped(x: Tensor, words: Tensor, p: float) -> Tensor:
+    """A contiguous tensor with its dropped elements, of whose words the bits say which stay."""
+    bits = (words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
+    stays = bits.flatten()[: x.numel()].view(x.shape) != 0
+    return torch.where(stays, x * (1.0 / (1.0 - p)), x.new_zeros(()))
+
+
+def _decomposed(x: Tensor, *draw: Any) -> Tensor:
+    *tensors, p, origin, run, ranks, unit = draw
+    rng, rank, offset, identity = tensors
+    return dropped(x, drawn_words(rng, rank, offset, identity, p, origin, run, ranks, unit, x.numel()), p)
+
+
+DECOMPOSITIONS = {torch.ops.fxpar.dropout.default: _decomposed}
+
+
+def fused_dropout(x: Tensor, rng: Tensor, p: float, origin: int | Tensor, cuts: list[IndexCut]) -> Tensor:
+    """`fxpar.ops.counter.dropout`, the same bits."""
+    kernel_cuts = counter.cuts_of_kernel(x, p, cuts)
+    if kernel_cuts is None:
+        return counter.dropout(x, rng, p, origin, cuts)
+    outer, inner = kernel_cuts
+    run, ranks, rank, unit, offset = 1, 1, rng, 0, rng
+    if inner:
+        run, rank = x.shape[inner[0].dim :].numel() // inner[0].outer, inner[0].before
+        ranks = int(inner[0].total)
+    if outer:
+        unit = x.numel() * ranks // outer[0].own
+        offset = outer[0].before * unit
+    identity, number = (origin, 0) if isinstance(origin, Tensor) else (rng, origin)
+    output: Tensor = _dropout(x.contiguous(), rng, rank, offset, identity, p, number, run, ranks, unit)
+    return output

@@ -1,6 +1,7 @@
 """A value once for each rank of an axis, and the sum of what the ranks made of it.
 
-Enters: nothing. Leaves: the records of `fxpar.expand_over` and `fxpar.sum_over`, each the other's adjoint. Neither
+Enters: nothing. Leaves: the records of `fxpar.expand_over` and `fxpar.sum_over`, each the other's adjoint, and of
+`fxpar.shard_over`, by which a program says itself which dimension an axis cuts. Neither
 moves anything: a rank has one index of the dimension, and what is summed is partial. What all ranks have of one value,
 and each computes with operands of its own, it computes so as one of a leading dimension
 (`fxpar/experts/compiler/dispatch.py`).
@@ -12,14 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from fxpar.ir.program import TensorType, output_types, tensor_type
 from fxpar.layout.layout import P, Placement, R, shard
+from fxpar.ops import process_group
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import Gradients, LoweredCall, OnShapes, Operator, Reverse
+from fxpar.signatures.engine import Labelling, Refusal, Rule, Signature
 from fxpar.signatures.op_call import OpCall
-from fxpar.signatures.rule import Labelling, Refusal, Rule, Signature
 
 # Placements on the axis that an operator names: of its operands, and of its result.
 Held = tuple[tuple[Placement, ...], Placement]
@@ -184,3 +187,48 @@ def sum_over(self: Any, dim: int, *, axis: str) -> Any:
 
 # Which placements each has on the axis that it names, before and after.
 HELD: Mapping[Any, Demand] = {expand_over: _expanded, sum_over: _summed}
+
+
+def demanded(call: OpCall) -> Placement:
+    """What a call of `shard_over` has its value be on the axis that it names."""
+    dim = int(call.get("dim"))
+    return shard(dim, call.operands[0].shape[dim])
+
+
+def _held(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
+    required = demanded(call)
+    return (required,) if tuple(placements) == (required,) else Refusal(f"its value has to be {required}")
+
+
+def _seed(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
+    placements = _held(call, (placement,))
+    return placements if isinstance(placements, Refusal) else Signature(placements, placements)
+
+
+def _lower(node: fx.Node, rank: OnRank) -> LoweredCall:
+    return LoweredCall(process_group.same, node.args[:1])
+
+
+def _shard_back(call: Reverse) -> Gradients:
+    return (call.tangents[0],)
+
+
+def _shape(call: OnShapes) -> Any:
+    return call.args[0]
+
+
+@partial(
+    Operator,
+    rule=Rule(seed=_seed, check=_held),
+    like=torch.ops.aten.alias.default,
+    shape=_shape,
+    lower=_lower,
+    derivative=_shard_back,
+)
+def shard_over(self: Any, dim: int, *, axis: str) -> Any:
+    """The value, cut on the axis in a dimension.
+
+    Args:
+        self: any shape.
+        dim: the dimension, of whose size the axis has a divisor of ranks.
+    """

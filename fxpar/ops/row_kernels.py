@@ -1,4 +1,4 @@
-"""Rows of experts moved in one pass each on NVIDIA GPUs: what `fxpar.ops.rows` computes in several.
+"""Rows of experts moved or gated in one pass on NVIDIA GPUs: what `rows` and `grouped` compute in several.
 
 Enters: contiguous operands, their leading dimensions in one. Leaves: the rows. Every element has one writer, and a sum
 one order of its terms, so that results do not change from run to run. Importing this module needs Triton.
@@ -155,7 +155,7 @@ def sum_type(*operands: Tensor) -> tl.dtype:
 
 
 def take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch.dtype, fill: bool) -> Tensor:
-    """Rows `order // k` of x, times the weights of their pairs; see `fxpar.ops.rows.take`.
+    """Rows `order // k` of x, times the weights of their pairs; see `_take` of `fxpar.ops.permute`.
 
     Args:
         x: [g, T, h].
@@ -175,7 +175,7 @@ def take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch.
 
 
 def put(y: Tensor, weights: Tensor | None, places: Tensor, dtype: torch.dtype) -> Tensor:
-    """For each token the sum of its rows, times their weights; see `fxpar.ops.rows.put`.
+    """For each token the sum of its rows, times their weights; see `_put` of `fxpar.ops.permute`.
 
     Args:
         y: [g, M, h].
@@ -195,7 +195,7 @@ def put(y: Tensor, weights: Tensor | None, places: Tensor, dtype: torch.dtype) -
 
 
 def dots(x: Tensor, y: Tensor, order: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-    """For each pair the product of its row with its token, [g, T, k]; see `fxpar.ops.rows.dots`.
+    """For each pair the product of its row with its token, [g, T, k]; see `_dots` of `fxpar.ops.permute`.
 
     Args:
         x: [g, T, h].
@@ -220,3 +220,75 @@ def clear_behind(x: Tensor, count: Tensor) -> Tensor:
         grid = (triton.cdiv(x.shape[0], height), triton.cdiv(x.shape[1], columns))
         _clear_kernel[grid](x, count, *x.shape, ROWS=height, WIDTH=columns)
     return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    gradient_ptr,
+    counts_ptr,
+    out_ptr,
+    rows,
+    width,
+    IS_BACKWARD: tl.constexpr,
+    FILL: tl.constexpr,
+    SUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """A program has `WIDTH` columns of both halves of every so many-th `ROWS` rows of a group."""
+    group = tl.program_id(2).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    count = tl.load(counts_ptr + group)
+    end = rows if FILL else tl.minimum(count, rows).to(tl.int32)
+    for part in range(tl.program_id(0), tl.cdiv(end, ROWS), tl.num_programs(0)):
+        place = part * ROWS + tl.arange(0, ROWS)
+        row = group * rows + place
+        is_column = (column < width)[None, :]
+        is_read = ((place < count) & (place < rows))[:, None] & is_column
+        is_written = (place < end)[:, None] & is_column
+        first = row[:, None] * (2 * width) + column[None, :]
+        single = row[:, None] * width + column[None, :]
+        gate = tl.load(x_ptr + first, mask=is_read, other=0.0).to(SUM)
+        up = tl.load(x_ptr + first + width, mask=is_read, other=0.0).to(SUM)
+        share = 1.0 / (1.0 + tl.exp(-gate))
+        if IS_BACKWARD:
+            gradient = tl.load(gradient_ptr + single, mask=is_read, other=0.0).to(SUM)
+            for_gate = gradient * up * share * (1.0 + gate * (1.0 - share))
+            tl.store(out_ptr + first, for_gate.to(out_ptr.dtype.element_ty), mask=is_written)
+            tl.store(out_ptr + first + width, (gradient * gate * share).to(out_ptr.dtype.element_ty), mask=is_written)
+        else:
+            tl.store(out_ptr + single, (gate * share * up).to(out_ptr.dtype.element_ty), mask=is_written)
+
+
+def gate(x: Tensor, counts: Tensor, fill: bool) -> Tensor:
+    """`silu(x[..., 0, :]) * x[..., 1, :]`.
+
+    Args:
+        x: [g, M, 2, n].
+        counts: int64[g], rows of the group that are somebody's.
+        fill: whether the others are zeros.
+
+    Returns:
+        [g, M, n].
+    """
+    out = x.new_empty((*x.shape[:2], x.shape[-1]))
+    _run(x, x, counts, out, fill, is_backward=False)
+    return out
+
+
+def gate_backward(gradient: Tensor, x: Tensor, counts: Tensor, fill: bool) -> Tensor:
+    """The gradient of `x`, [g, M, 2, n], of that of what `gate` gives, [g, M, n]."""
+    out = torch.empty_like(x)
+    _run(x, gradient, counts, out, fill, is_backward=True)
+    return out
+
+
+def _run(x: Tensor, gradient: Tensor, counts: Tensor, out: Tensor, fill: bool, *, is_backward: bool) -> None:
+    if not out.numel():
+        return
+    groups, rows, _, width = x.shape
+    height, columns = tile(width)
+    grid = (min(triton.cdiv(rows, height), PROGRAMS), triton.cdiv(width, columns), groups)
+    options = {"IS_BACKWARD": is_backward, "FILL": fill, "SUM": sum_type(x), "ROWS": height, "WIDTH": columns}
+    _gate_kernel[grid](x, gradient, counts, out, rows, width, **options)

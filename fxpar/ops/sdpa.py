@@ -8,16 +8,17 @@ Source: Dao et al., "FlashAttention" (arXiv 2205.14135), section 3.1 and appendi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends import cuda
+from torch.nn import functional
 
 from fxpar.ops.counter import IndexCut, dropout
 from fxpar.ops.dropped_attention import drawn_probabilities, dropped_attention, dropped_attention_gradient, places
-from fxpar.ops.fused_attention import SdpaCall, kernel
 
 
 @dataclass(frozen=True)
@@ -197,3 +198,188 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, options: SdpaOption
     scores = torch.where(mask, scores, infinity) if mask.dtype == torch.bool else scores + mask
     nothing = (scores == infinity).all(-1, keepdim=True)
     return scores.masked_fill(nothing, 0.0), nothing
+
+
+aten = torch.ops.aten
+
+# Of torch.nn.attention.SDPBackend.
+_FLASH, _EFFICIENT, _CUDNN = 1, 2, 3
+_CUDNN_FIRST = (9, 10)  # compute capabilities on which PyTorch prefers it
+_FLASH_HEAD = 256  # the largest size of a head
+_UNITS = 16  # rows of an added mask begin at multiples of so many elements
+_ROWS = 32  # the efficient kernel has room for so many rows of sums at a time
+
+
+# ---------------------------------------------------------------------- fused kernels
+
+# On the meta device tensors are shapes alone, and stand for those of a GPU that this machine has not. Which kernel it
+# is follows from shapes, types and the device alone, so that the backward takes the one that the forward took.
+
+
+@dataclass(frozen=True)
+class SdpaCall:
+    """A call of attention without dropout.
+
+    Attributes:
+        mask: what is added to the scores, or None.
+        enable_gqa: whether neighbouring heads share those of key and value.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A fused kernel.
+
+    Attributes:
+        forward: gives the result and the logarithms of the sums of exponentials, [b, h, s].
+        backward: of a call, the gradient of the result, the result and these logarithms: gradients of query, key and
+            value.
+    """
+
+    forward: Callable[[SdpaCall], tuple[Tensor, Tensor]]
+    backward: Callable[[SdpaCall, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+
+
+def kernel(call: SdpaCall) -> Kernel | None:
+    """The kernel for a call, None where the plain form is to be computed."""
+    query, key, value = call.query, call.key, call.value
+    if any(x.dim() != 4 for x in (query, key, value)) or query.shape[0] != key.shape[0]:
+        return None
+    if query.device.type == "cpu":
+        args = (query, key, value, call.mask, 0.0, call.is_causal)
+        choice = torch._fused_sdp_choice(*args, scale=call.scale, enable_gqa=call.enable_gqa)
+        return _CPU if choice == _FLASH else None
+    if query.device.type not in ("cuda", "meta") or query.shape[-1] % 8 or value.shape[-1] % 8:
+        return None
+    if query.device.type == "meta":
+        return _of_any_gpu(call)
+    # Asked of a tensor without values, PyTorch's own choice would be that of another device.
+    parameters = cuda.SDPAParams(query, key, value, call.mask, 0.0, call.is_causal, call.enable_gqa)
+    order = [int(choice) for choice in torch._C._get_sdp_priority_order()]
+    if torch.cuda.get_device_capability(query.device)[0] in _CUDNN_FIRST:
+        order = sorted(order, key=lambda choice: choice != _CUDNN)
+    for choice in order:
+        candidate = _KERNELS.get(choice)
+        if candidate is not None and candidate[0]() and candidate[1](parameters):
+            return candidate[2]
+    return None
+
+
+def _of_any_gpu(call: SdpaCall) -> Kernel | None:
+    """What NVIDIA GPUs of the last years have, for a call on shapes alone: nothing can be asked of a device.
+
+    On the newest PyTorch prefers cuDNN's, which gives the same results: tensors of the same sizes.
+    """
+    query, value, dtype = call.query, call.value, call.query.dtype
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    if is_half and call.mask is None and query.shape[-1] == value.shape[-1] <= _FLASH_HEAD:
+        return _KERNELS[_FLASH][2]
+    return _KERNELS[_EFFICIENT][2] if is_half or dtype == torch.float32 else None
+
+
+# ---------------------------------------------------------------------- CPU
+
+
+def _cpu(call: SdpaCall) -> tuple[Tensor, Tensor]:
+    args = (call.query, call.key, call.value, 0.0, call.is_causal)
+    output, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(*args, attn_mask=call.mask, scale=call.scale)
+    return output, log_sum
+
+
+def _cpu_backward(call: SdpaCall, gradient: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
+    args = (gradient, call.query, call.key, call.value, out, log_sum, 0.0, call.is_causal)
+    gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, attn_mask=call.mask, scale=call.scale)
+    return tuple(gradients)
+
+
+# ---------------------------------------------------------------------- CUDA
+
+
+def _no_bits(call: SdpaCall, dtype: torch.dtype, *shape: int) -> Tensor:
+    """In place of the state of a generator, of which nothing is drawn."""
+    return torch.zeros(shape, dtype=dtype, device=call.query.device)
+
+
+def _flash(call: SdpaCall) -> tuple[Tensor, Tensor]:
+    args = (call.query, call.key, call.value, 0.0, call.is_causal, False)
+    outputs: Any = aten._scaled_dot_product_flash_attention(*args, scale=call.scale)
+    return outputs[0], outputs[1]
+
+
+def _flash_backward(call: SdpaCall, gradient: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
+    lengths = (None, None, call.query.shape[-2], call.key.shape[-2])
+    args = (gradient, call.query, call.key, call.value, out, log_sum, *lengths, 0.0, call.is_causal)
+    state = _no_bits(call, torch.uint64, 2), _no_bits(call, torch.uint64)
+    return tuple(aten._scaled_dot_product_flash_attention_backward(*args, *state, scale=call.scale))
+
+
+def _bias(call: SdpaCall) -> Tensor | None:
+    """A mask in memory of which each row begins where the kernels want it."""
+    if call.mask is None:
+        return None
+    shape = (*call.query.shape[:-1], call.key.shape[-2])
+    spare = -shape[-1] % _UNITS
+    whole = call.mask.expand(shape)
+    return functional.pad(whole, [0, spare])[..., : shape[-1]] if spare else whole
+
+
+def _efficient(call: SdpaCall) -> tuple[Tensor, Tensor]:
+    key, value = (_with_all_heads(x, call) for x in (call.key, call.value))
+    args = (call.query, key, value, _bias(call), True, 0.0, call.is_causal)
+    outputs: Any = aten._scaled_dot_product_efficient_attention(*args, scale=call.scale)
+    return outputs[0], outputs[1][..., : call.query.shape[-2]].contiguous()
+
+
+def _efficient_backward(call: SdpaCall, gradient: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
+    key, value = (_with_all_heads(x, call) for x in (call.key, call.value))
+    sums = functional.pad(log_sum, [0, -log_sum.shape[-1] % _ROWS])
+    state = _no_bits(call, torch.int64), _no_bits(call, torch.int64)
+    args = (gradient, call.query, key, value, _bias(call), out, sums, *state, 0.0, [True, True, True, False])
+    kernel: Any = aten._scaled_dot_product_efficient_attention_backward
+    of_query, of_key, of_value, _ = kernel(*args, call.is_causal, scale=call.scale)
+    return of_query, _sum_of_heads(of_key, call.key), _sum_of_heads(of_value, call.value)
+
+
+def _cudnn(call: SdpaCall) -> tuple[Tensor, Tensor]:
+    args = (call.query, call.key, call.value, _bias(call), True, 0.0, call.is_causal, False)
+    outputs: Any = aten._scaled_dot_product_cudnn_attention(*args, scale=call.scale)
+    return outputs[0], outputs[1].reshape(call.query.shape[:-1])
+
+
+def _cudnn_backward(call: SdpaCall, gradient: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
+    state = _no_bits(call, torch.int64), _no_bits(call, torch.int64)
+    lengths = (None, None, call.query.shape[-2], call.key.shape[-2])
+    args = (gradient, call.query, call.key, call.value, out, log_sum.unsqueeze(-1), *state, _bias(call), *lengths)
+    kernel: Any = aten._scaled_dot_product_cudnn_attention_backward
+    return tuple(kernel(*args, 0.0, call.is_causal, scale=call.scale))
+
+
+def _with_all_heads(x: Tensor, call: SdpaCall) -> Tensor:
+    """Key or value with a head for each of the query's."""
+    heads = call.query.shape[-3]
+    return x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3)
+
+
+def _sum_of_heads(gradient: Tensor, x: Tensor) -> Tensor:
+    """The gradient of a key or value, of those of its repetitions."""
+    return gradient if gradient.shape == x.shape else gradient.unflatten(-3, (x.shape[-3], -1)).sum(-3)
+
+
+_CPU = Kernel(_cpu, _cpu_backward)
+_KERNELS: dict[int, tuple[Callable[[], bool], Callable[[Any], bool], Kernel]] = {
+    _FLASH: (cuda.flash_sdp_enabled, cuda.can_use_flash_attention, Kernel(_flash, _flash_backward)),
+    _EFFICIENT: (
+        cuda.mem_efficient_sdp_enabled,
+        cuda.can_use_efficient_attention,
+        Kernel(_efficient, _efficient_backward),
+    ),
+    _CUDNN: (cuda.cudnn_sdp_enabled, cuda.can_use_cudnn_attention, Kernel(_cudnn, _cudnn_backward)),
+}

@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpar.exchange.needed import needs
 from fxpar.ir.operators import axes_of
 from fxpar.ir.program import TensorType, output_types, tensor_type
 from fxpar.layout.layout import Placement, R, shard
 from fxpar.layout.symbolic_sizes import divide, product
-from fxpar.ops import collectives as c
-from fxpar.ops import needed_copies as copies
+from fxpar.ops import peer_copies as copies
+from fxpar.ops import process_group as c
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import CollectiveSite, Gradients, LoweredCall, OnShapes, Operator, Reverse, Sent
 from fxpar.ops.rank_dim import Demand, Held, demanding
+from fxpar.peer_memory.symmetric_buffer import needs
+from fxpar.signatures.engine import Refusal, Rule
 from fxpar.signatures.matmul import formula
 from fxpar.signatures.op_call import OpCall
-from fxpar.signatures.rule import Refusal, Rule
 
 
 def needed_part(experts: int, per_rank: int, k: int) -> Fraction:
@@ -129,7 +129,7 @@ def _traffic(crossing: CollectiveSite) -> Iterator[Sent]:
 
 def start_tokens(x: Tensor, group: str, size: int) -> Tensor:
     """[n, …, t, f]: the tokens of all ranks, on their way."""
-    return c.start_gather(x, c.Group(group, size))
+    return c.start_gather(x, group, size)
 
 
 def needed_tokens(started: Tensor, chosen: Tensor, per_rank: int, index: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def needed_tokens(started: Tensor, chosen: Tensor, per_rank: int, index: Tensor)
 def start_sums(x: Tensor, chosen: Tensor, per_rank: int, group: str, size: int, index: Tensor) -> Tensor:
     """[1, …, t, f]: the sums of what the ranks made of this one's tokens, on their way."""
     masked = _masked(x.squeeze(-3), chosen, per_rank, index)
-    return c.start_scatter(masked, (masked.dim() - 2, [(1, None)]), c.Group(group, size))
+    return c.start_scatter(masked, masked.dim() - 2, [(1, None)], group, size)
 
 
 def needed_sums(started: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def _masked(x: Tensor, chosen: Tensor, per_rank: int, index: Tensor) -> Tensor:
 def _lower_expand(node: fx.Node, rank: OnRank) -> LoweredCall:
     (x, *choice), ranks = node.args, rank.ranks(node)
     if ranks.copies is not None:
-        return LoweredCall(copies.expanded, (x, *choice, ranks.size, *ranks.copies))
+        return LoweredCall(copies.expand_copied, (x, *choice, ranks.size, *ranks.copies))
     start = (x, ranks.group, ranks.size)
     return LoweredCall(start_tokens, start, finish=needed_tokens, rest=(*choice, ranks.index))
 
@@ -164,7 +164,7 @@ def _lower_expand(node: fx.Node, rank: OnRank) -> LoweredCall:
 def _lower_sum(node: fx.Node, rank: OnRank) -> LoweredCall:
     ranks = rank.ranks(node)
     if ranks.copies is not None:
-        return LoweredCall(copies.summed, (*node.args, ranks.size, *ranks.copies))
+        return LoweredCall(copies.sum_copied, (*node.args, ranks.size, *ranks.copies))
     return LoweredCall(start_sums, (*node.args, ranks.group, ranks.size, ranks.index), finish=needed_sums)
 
 

@@ -1,7 +1,6 @@
 """Rows of experts that travel alone: what sends as many as there are, to the ranks of their experts and back.
 
-Enters: nothing. Leaves: the records of `fxpar.split_sizes`, `fxpar.send_rows` and `fxpar.return_rows`. What a rank runs
-is in `fxpar.ops.alltoallv`.
+Enters: nothing. Leaves: the records of `fxpar.split_sizes`, `fxpar.send_rows` and `fxpar.return_rows`.
 
 Terms: *holders* are the axes whose ranks hold different experts; a source has a leading dimension for each axis that
 cuts tokens, and a holder the same ones: index i of a holder's dimension is what rank i received. How many rows that is
@@ -14,18 +13,19 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, fx
+from torch.nn import functional
 
 from fxpar.ir.program import TensorType, output_types, tensor_type
 from fxpar.layout.layout import Placement, shard
 from fxpar.layout.symbolic_sizes import product
-from fxpar.ops import alltoallv
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import CollectiveSite, Gradients, LoweredCall, OnShapes, Operator, Reverse, Sent
-from fxpar.signatures.engine import seed_signature
+from fxpar.ops.operator import CollectiveSite, Gradients, LoweredCall, OnShapes, Operator, Reverse, Sent, torch_operator
+from fxpar.signatures.engine import Refusal, Rule, Signature, seed_signature
 from fxpar.signatures.matmul import formula
 from fxpar.signatures.op_call import OpCall
-from fxpar.signatures.rule import Refusal, Rule, Signature
+from fxpar.torch_internals import is_fake
 
 # ---------------------------------------------------------------------- rules
 
@@ -107,22 +107,18 @@ def _sent(crossing: CollectiveSite, kind: TensorType) -> Iterator[Sent]:
 
 
 def _lower_sizes(node: fx.Node, rank: OnRank) -> LoweredCall:
-    return LoweredCall(alltoallv.start_sizes, node.args, finish=alltoallv.sizes_there)
+    return LoweredCall(start_sizes, node.args, finish=sizes_there)
 
 
 def _lower_there(node: fx.Node, rank: OnRank) -> LoweredCall:
     lead, ranks = len(tensor_type(node).shape) - 2, rank.ranks(node)
-    return LoweredCall(
-        alltoallv.start_there, (*node.args, ranks.group, ranks.size), finish=alltoallv.arrived_there, rest=(lead,)
-    )
+    return LoweredCall(start_there, (*node.args, ranks.group, ranks.size), finish=arrived_there, rest=(lead,))
 
 
 def _lower_back(node: fx.Node, rank: OnRank) -> LoweredCall:
     lead, sizes, ranks = len(tensor_type(node).shape) - 2, node.args[1], rank.ranks(node)
     rest = (sizes, ranks.size, lead)
-    return LoweredCall(
-        alltoallv.start_back, (*node.args, ranks.group, ranks.size), finish=alltoallv.arrived_back, rest=rest
-    )
+    return LoweredCall(start_back, (*node.args, ranks.group, ranks.size), finish=arrived_back, rest=rest)
 
 
 def _reversed(call: Reverse, target: Operator) -> Gradients:
@@ -153,7 +149,7 @@ def _back_derivative(call: Reverse) -> Gradients:
     uncaptured="copies how many rows travel to the host; give dispatch='static'",
 )
 def split_sizes(order: Any, counts: Any, received: Any) -> Any:
-    """How many rows go where, on the host (`fxpar.ops.alltoallv`).
+    """How many rows go where, on the host (`fxpar.ops.sent_rows`).
 
     The copy starts where the operator stands, and is awaited in front of the first reader.
 
@@ -200,3 +196,101 @@ def return_rows(x: Any, sizes: Any, *, axis: str) -> Any:
         x: rows by the rank that they came from.
         sizes: as `send_rows` had them.
     """
+
+
+_c10d = torch.ops._c10d_functional
+
+
+def sizes_on_device(order: Tensor, counts: Tensor, received: Tensor) -> Tensor:
+    """The split sizes, where the counts are.
+
+    Args:
+        order: i64 [lead, rows], the source's rows.
+        counts: i64 [lead, experts], of them.
+        received: i64 [lead, ranks, own experts], of each source the rows for each of this rank's experts.
+    """
+    ranks = received.shape[-2]
+    rows = counts.new_full((*counts.shape[:-1], 1), order.shape[-1])
+    there = counts.unflatten(-1, (ranks, -1)).sum(-1)
+    return torch.cat((there, received.sum(-1), rows), dim=-1)
+
+
+def start_sizes(order: Tensor, counts: Tensor, received: Tensor) -> tuple[Tensor, Any]:
+    """The split sizes on their way to the host, and what tells that they are there: nothing waits yet."""
+    sizes = sizes_on_device(order, counts, received)
+    if sizes.device.type != "cuda" or is_fake(sizes):
+        return sizes.to("cpu"), None
+    there = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True)
+    there.copy_(sizes, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return there, event
+
+
+def sizes_there(started: tuple[Tensor, Any]) -> Tensor:
+    """The split sizes on the host: waits until they are there."""
+    sizes, event = started
+    if event is not None:
+        event.synchronize()
+    return sizes
+
+
+def _numbers(sizes: Tensor, ranks: int, balanced: int) -> tuple[list[int], list[int], int]:
+    """Rows that go to each rank and come of each, and those of a source.
+
+    Args:
+        balanced: those of a source where `sizes` has no values and all ranks are taken to get as many.
+    """
+    if is_fake(sizes):
+        shares = [balanced // ranks + (rank < balanced % ranks) for rank in range(ranks)]
+        return shares, shares, balanced
+    numbers = sizes.flatten().tolist()
+    return numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks]
+
+
+def _packed_shape(x: Tensor, sizes: Tensor, ranks: int) -> Tensor:
+    return x.new_empty((x.shape[-2], x.shape[-1]))
+
+
+@torch_operator("packed_rows", torch.Tag.cudagraph_unsafe, fake=_packed_shape)
+def packed_rows(x: Tensor, sizes: Tensor, ranks: int) -> Tensor:
+    """[lead, rows, h] → [rows that go somewhere, h]."""
+    sent, _, _ = _numbers(sizes, ranks, x.shape[-2])
+    return x.reshape(-1, x.shape[-1])[: sum(sent)].clone(memory_format=torch.contiguous_format)
+
+
+def _unpacked_shape(x: Tensor, sizes: Tensor, ranks: int, lead: int) -> Tensor:
+    return x.new_empty((*[1] * lead, *x.shape))
+
+
+@torch_operator("unpacked_rows", torch.Tag.cudagraph_unsafe, fake=_unpacked_shape)
+def unpacked_rows(x: Tensor, sizes: Tensor, ranks: int, lead: int) -> Tensor:
+    """[rows that went somewhere, h] → [lead, rows, h]: zeros for those that went nowhere."""
+    _, _, rows = _numbers(sizes, ranks, x.shape[0])
+    return functional.pad(x, (0, 0, 0, rows - x.shape[0])).view(*[1] * lead, rows, x.shape[-1])
+
+
+def start_there(x: Tensor, sizes: Tensor, group: str, ranks: int) -> Tensor:
+    """The rows on their way to their experts."""
+    packed = packed_rows(x, sizes, ranks)
+    sent, received, _ = _numbers(sizes, ranks, x.shape[-2])
+    return _c10d.all_to_all_single(packed, received, sent, group)  # type: ignore[no-any-return]
+
+
+def arrived_there(started: Tensor, lead: int) -> Tensor:
+    """Of `start_there`: [lead, rows, h]."""
+    rows = _c10d.wait_tensor(started)
+    return rows.view(*[1] * lead, *rows.shape)  # type: ignore[no-any-return]
+
+
+def start_back(x: Tensor, sizes: Tensor, group: str, ranks: int) -> Tensor:
+    """The rows on their way back: all that a holder has."""
+    rows = x.contiguous().view(-1, x.shape[-1])
+    sent, received, _ = _numbers(sizes, ranks, x.shape[-2])
+    return _c10d.all_to_all_single(rows, sent, received, group)  # type: ignore[no-any-return]
+
+
+def arrived_back(started: Tensor, sizes: Tensor, ranks: int, lead: int) -> Tensor:
+    """Of `start_back`: [lead, rows, h]."""
+    rows: Tensor = unpacked_rows(_c10d.wait_tensor(started), sizes, ranks, lead)
+    return rows

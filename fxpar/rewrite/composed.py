@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import decomposition_table
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fxpar.signatures.sized import RESAMPLED
+from fxpar.signatures.op_call import RESAMPLED
+from fxpar.torch_internals import decomposition_table
 
 # Fourier transforms by the operators that PyTorch differentiates on symbolic shapes.
 

@@ -36,20 +36,17 @@ from fxpar.ir.symbols import SIZE_FUNCTIONS
 from fxpar.layout.layout import Layout, P, Placement, R, shard
 from fxpar.layout.nesting import innermost, local_shape, spelled
 from fxpar.layout.symbolic_sizes import Size, divide, last_operation, simplify
-from fxpar.ops.coercion_table import COERCION_OF
-from fxpar.ops.coercions import IN_BACKWARD, dual_layout, r_to_p, r_to_s
-from fxpar.ops.global_size import size as size_of_whole
-from fxpar.ops.zeros import zeros
+from fxpar.ops.collectives import COERCION_OF, IN_BACKWARD, dual_layout, r_to_p, r_to_s
+from fxpar.ops.small_operators import size as size_of_whole
+from fxpar.ops.small_operators import zeros
 from fxpar.rewrite.local_sizes import localize_node
 from fxpar.rewrite.traced_derivative import Number
 from fxpar.rules import Refusal, bind_arguments, call_of, seed_signature
 from fxpar.rules.conversion import conversions
-from fxpar.rules.inference import AxisInference, Context, context_of, infer_node, judged, steps
-from fxpar.rules.local import whole_call
-from fxpar.rules.rule_cache import Answers
-from fxpar.rules.table import rule_for
+from fxpar.rules.inference import AxisInference, Context, context_of, infer_node, judged, steps, whole_call
+from fxpar.rules.table import Answers, rule_for
 from fxpar.sharding.batch_sharding import declared
-from fxpar.signatures.sized import SIZED, name_of_sizes
+from fxpar.signatures.op_call import SIZED, name_of_sizes
 
 # The arguments of a call over the whole, nodes in place of values: what `localize` rewrote is undone.
 

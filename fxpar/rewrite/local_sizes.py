@@ -16,8 +16,8 @@ from fxpar.layout.layout import Layout
 from fxpar.layout.nesting import listed, local_shape
 from fxpar.layout.symbolic_sizes import Size, divide
 from fxpar.rules import bind_arguments, call_of
-from fxpar.rules.local import peeled_call
-from fxpar.signatures.sized import SIZED
+from fxpar.rules.inference import peeled_call
+from fxpar.signatures.op_call import SIZED
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from fxpar.ir.program import Program, TensorType, describe, note, operands, outp
 from fxpar.layout.symbolic_sizes import names
 from fxpar.rewrite.means import MEANS, SUM
 from fxpar.rules import bind_arguments
-from fxpar.signatures.added_loss_functions import added_loss, adding_nodes
+from fxpar.signatures.autograd_functions import added_loss, adding_nodes
 
 # Losses that autograd functions add, as terms of the model's loss: a helper of `canonicalize`.
 

@@ -16,7 +16,7 @@ from torch import fx
 from fxpar.errors import PlanError
 from fxpar.ir.program import ScalarType, TensorType, describe, note, operands, output_types, set_note, tensor_type
 from fxpar.layout.symbolic_sizes import Size, divide, names, product
-from fxpar.ops.global_size import size
+from fxpar.ops.small_operators import size
 from fxpar.rules import bind_arguments
 
 # Counts of rows as values: what sums over the batch are divided by, and numbers that depend on the number of rows.

@@ -14,9 +14,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 
@@ -24,6 +22,7 @@ from fxpar.errors import TextError
 from fxpar.ir.program import TensorType
 from fxpar.ir.symbols import SIZE_FUNCTIONS, Condition, Counted, Symbol, condition_of
 from fxpar.layout.symbolic_sizes import Size, last_operation, simplify, symbol
+from fxpar.torch_internals import FakeTensorMode, enable_python_dispatcher
 
 # PyTorch's functions of sizes in those of sympy.
 _FUNCTIONS: Mapping[Any, Callable[..., sympy.Expr]] = {

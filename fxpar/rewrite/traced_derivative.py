@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
-from torch._decomp import get_decompositions
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.node import map_arg
 
@@ -24,6 +23,7 @@ from fxpar.ir.program import TensorType
 from fxpar.layout.symbolic_sizes import Size
 from fxpar.rewrite.composed import COMPOSED
 from fxpar.rewrite.symints import SymbolicSizes
+from fxpar.torch_internals import get_decompositions
 
 aten = torch.ops.aten
 

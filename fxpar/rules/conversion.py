@@ -22,7 +22,7 @@ from fxpar.ir.operators import axes_of, canonical_placement, held_fraction, misn
 from fxpar.ir.program import describe, note, operands, output_layouts, output_types
 from fxpar.layout.layout import I, Layout, Placement, R
 from fxpar.layout.nesting import innermost, joined_cut, misfit, spelled
-from fxpar.ops.coercion_table import COERCION_OF, Coercion, coercion, gradient_coercion
+from fxpar.ops.collectives import COERCION_OF, Coercion, coercion, gradient_coercion
 from fxpar.plan.cost import Cost
 
 

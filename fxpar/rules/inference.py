@@ -15,26 +15,24 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxpar.errors import LayoutError
 from fxpar.ir.operators import axes_of, canonical_placement, in_backward, pending
-from fxpar.ir.program import Program, operands, output_layouts, output_types
+from fxpar.ir.program import Program, TensorType, operands, output_layouts, output_types
 from fxpar.ir.step import is_forward
-from fxpar.layout.layout import Layout, Placement, R, V, fits, shard
-from fxpar.layout.nesting import common_order, listed, misfit, spelled
-from fxpar.ops import alike
-from fxpar.ops.coercion_table import COERCION_OF, Coercion, coercion
-from fxpar.ops.coercions import all_reduce_coalesced, sum_gradients
+from fxpar.layout.layout import Layout, Piece, Placement, R, V, fits, shard
+from fxpar.layout.nesting import common_order, listed, local_size, misfit, peel, seen_by, spelled
+from fxpar.layout.shards import local_bounds
+from fxpar.layout.symbolic_sizes import Size
+from fxpar.ops.collectives import COERCION_OF, Coercion, all_reduce_coalesced, coercion, sum_gradients
+from fxpar.ops.operator import alike
 from fxpar.ops.random import axis_index
-from fxpar.rules.batchwise_ops import RowWise
 from fxpar.rules.conversion import bucketed, coalesced, coerced, fail
-from fxpar.rules.local import peeled_call, whole_call
-from fxpar.rules.rule_cache import Answers, question
-from fxpar.rules.table import inferred, rule_for, rule_of
-from fxpar.signatures.engine import seed_signature
+from fxpar.rules.table import Answers, RowWise, inferred, question, rule_for, rule_of
+from fxpar.signatures.engine import Refusal, Rule, seed_signature
 from fxpar.signatures.op_call import OpCall, call_of
-from fxpar.signatures.rule import Refusal, Rule
 
 _ILL_TYPED = (IndexError, KeyError, TypeError, ValueError, ArithmeticError, AttributeError)
 
@@ -341,3 +339,122 @@ def _targets(
         target = shard(dim, size)
         if target not in seen and fits(target, call.operands[index].shape, call.n):
             yield target
+
+
+def whole_call(call: OpCall, layout: Layout, axes: Mapping[str, int]) -> OpCall | Refusal:
+    """The call with global bounds where it slices a dimension that is cut; else the call itself.
+
+    Args:
+        call: over global shapes, its bounds those of a rank's part.
+        layout: of what it slices.
+        axes: sizes of the mesh axes.
+    """
+    cuts = [(axis, placement) for axis, placement in layout if _is_sliced(call, placement)]
+    if not cuts or _is_everything(call, cuts[0][1].dim):
+        return replace(call, arguments={**call.arguments, **_EVERYTHING}) if cuts else call
+    seen = seen_by(layout, call.operands[0].shape, axes)
+    for axis, placement in reversed(cuts):
+        bounds = _whole_bounds(call, placement, seen[axis][placement.dim], axes[axis])
+        if isinstance(bounds, Refusal):
+            return bounds
+        call = replace(call, arguments={**call.arguments, "start": bounds[0], "end": bounds[1]})
+    return call
+
+
+_EVERYTHING = {"start": 0, "end": None, "step": 1}
+
+
+def _is_sliced(call: OpCall, placement: Placement) -> bool:
+    if call.target is not torch.ops.aten.slice.Tensor or not placement.is_shard:
+        return False
+    return int(call.get("dim", 0)) % len(call.operands[0].shape) == placement.dim
+
+
+def _is_everything(call: OpCall, dim: int) -> bool:
+    return call.outputs[0].shape[dim] == call.operands[0].shape[dim]
+
+
+def _whole_bounds(call: OpCall, placement: Placement, size: Size, n: int) -> tuple[int, int] | Refusal:
+    """The bounds of a slice as the axis sees them, for those of what it leaves."""
+    part, step = local_size(placement, n), call.get("step", 1)
+    bounds = _in_numbers(call, part)
+    if bounds is None or not isinstance(size, int) or not isinstance(part, int):
+        return Refusal(f"the slice {call.get('start')}:{call.get('end')} of {placement} is not known in numbers")
+    if not 0 < step <= part:
+        return Refusal(f"the step {step} is none of a rank's part of {part} elements")
+    whole = global_bounds(placement.pieces, *bounds, step, n)
+    if whole is None:
+        low, high = bounds
+        return Refusal(f"the slice {low}:{high}:{step} of a rank's part tears {placement} over {n} ranks")
+    return whole
+
+
+def _in_numbers(call: OpCall, size: Size) -> tuple[int, int] | None:
+    """The bounds of a slice of a dimension of `size` elements, from its start and end."""
+    start, end = call.get("start"), call.get("end")
+    low, high = 0 if start is None else start, size if end is None else end
+    if not all(isinstance(value, int) for value in (low, high, size, call.get("step", 1))):
+        return None
+    return tuple(max(0, min(size, value + size if value < 0 else value)) for value in (low, high))  # type: ignore[return-value]
+
+
+def peeled_call(call: OpCall, operands: Sequence[Placement], outputs: Sequence[Placement]) -> OpCall:
+    """The call as the axes inside see it, once its axis has cut operands and outputs as given.
+
+    Raises:
+        ValueError: a slice tears what the axis cuts, or a size is not divisible.
+    """
+    arguments = call.arguments
+    if operands and _is_sliced(call, operands[0]):
+        dim, step = operands[0].dim, call.get("step", 1)
+        bounds = _in_numbers(call, call.operands[0].shape[dim])
+        if _is_everything(call, dim):
+            arguments = {**arguments, **_EVERYTHING}
+        elif bounds is None:
+            raise ValueError(
+                f"the slice {call.get('start')}:{call.get('end')} of {operands[0]} is not known in numbers"
+            )
+        else:
+            start, end = local_bounds(operands[0].pieces, *bounds, step, call.n)
+            arguments = {**arguments, "start": start, "end": end}
+    return replace(
+        call,
+        arguments=arguments,
+        operands=_peeled(call.operands, operands, call.n),
+        outputs=_peeled(call.outputs, outputs, call.n),
+    )
+
+
+def _peeled(kinds: Sequence[TensorType], placements: Sequence[Placement], n: int) -> tuple[TensorType, ...]:
+    pairs = zip(kinds, placements, strict=True)
+    return tuple(replace(kind, shape=peel(kind.shape, placement, n)) for kind, placement in pairs)
+
+
+def global_bounds(pieces: Sequence[Piece], start: int, stop: int, step: int, n: int) -> tuple[int, int] | None:
+    """Global bounds whose `local_bounds` are the given ones; None where there are none."""
+    last = _global_position(pieces, stop, n)
+    for phase in range(step):
+        first = _global_position(pieces, start - phase, n)
+        if first is None or last is None or first + phase >= last:
+            continue
+        try:
+            if local_bounds(pieces, first + phase, last, step, n) == (start, stop):
+                return first + phase, last
+        except ValueError:
+            continue
+    return None
+
+
+def _global_position(pieces: Sequence[Piece], local: int, n: int) -> int | None:
+    """The position between two runs whose `local_position` is the given one."""
+    offset = 0
+    for piece in pieces:
+        length, size = int(piece.length), int(piece.size)
+        part = length * piece.copies // n if piece.sharded else length
+        if 0 <= local <= part:
+            if not piece.sharded:
+                return offset + local
+            runs, inside = divmod(local, size * piece.copies // n)
+            return None if inside else offset + runs * size
+        local, offset = local - part, offset + length
+    return None

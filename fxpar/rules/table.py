@@ -1,37 +1,40 @@
 """The table of rules, by operator.
 
 Enters: rules of operations of torch (`fxpar.signatures`), records of fxpar's operators (`fxpar.ops`), and users'
-`register_rule` calls. Leaves: `rule_of`. The table is the one piece of state of this package that grows after import: a
-user's operator must be known to every pass, verifier and command.
+`register_rule` calls; the globs of `Plan(row_wise=…)`. Leaves: `rule_of`, and the rule of what computes the rows of a
+batch apart, which only an operator without a rule can be declared to do. The table is the one piece of state of this
+package that grows after import: a user's operator must be known to every pass, verifier and command.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import operator
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from torch import fx
 
-from fxpar.errors import InputError, shown
+from fxpar.errors import InputError, PlanError, shown
+from fxpar.ir.grad_flow import plain
 from fxpar.ir.operators import GraphOperator
-from fxpar.layout.layout import Placement
-from fxpar.ops import COMPOSITE_OF, OPERATORS, Operator
+from fxpar.ir.program import Program, TensorType, has_note, note, operands, output_types
+from fxpar.layout.layout import Layout, Placement, R, shard
+from fxpar.layout.symbolic_sizes import Size, divide, names
+from fxpar.ops.operator import TORCH_OPERATORS, Operator
+from fxpar.ops.registry import COMPOSITE_OF, OPERATORS
+from fxpar.ops.small_operators import function
 from fxpar.signatures.along import along_rules
 from fxpar.signatures.autograd_functions import nonlinearity
-from fxpar.signatures.batchwise_rule import ROW_WISE
-from fxpar.signatures.complexes import complex_rules
-from fxpar.signatures.contraction import contraction_rules
-from fxpar.signatures.engine import infer, seed_signature
+from fxpar.signatures.engine import Refusal, Rule, Signature, infer, seed_signature
 from fxpar.signatures.gradients import gradient_rules
 from fxpar.signatures.indexing import indexing_rules
-from fxpar.signatures.matmul import formula, matmul_rules
-from fxpar.signatures.op_call import OpCall
-from fxpar.signatures.pointwise import pointwise_labels, pointwise_rules
-from fxpar.signatures.randomness import random_rules
+from fxpar.signatures.matmul import contraction_rules, formula, matmul_rules
+from fxpar.signatures.op_call import OpCall, call_of, decides
+from fxpar.signatures.pointwise import complex_rules, pointwise_labels, pointwise_rules, random_rules
 from fxpar.signatures.reduce import reduction_rules
-from fxpar.signatures.routed import routed_rules
-from fxpar.signatures.rule import Refusal, Rule, Signature
 from fxpar.signatures.views import view_rules
 
 _RULES: dict[str, Rule] = {
@@ -45,7 +48,7 @@ _RULES: dict[str, Rule] = {
     **reduction_rules(),
     **gradient_rules(),
     **along_rules(),
-    **routed_rules(),
+    **{str(target): record.rule for target, record in TORCH_OPERATORS.items() if record.rule is not None},
 }
 
 
@@ -149,3 +152,99 @@ def register_rule(
 def unregister_rule(target: torch._ops.OpOverload) -> None:
     """Removes a rule that `register_rule` added."""
     _RULES.pop(key_of(target), None)
+
+
+# Layouts of outputs, by question and what the operands are.
+Answers = dict[Hashable, tuple[Layout, ...]]
+
+
+def question(node: fx.Node) -> Hashable:
+    """The operation, with the types of its operands in their place."""
+    args = plain((node.args, node.kwargs), lambda operand: note(operand).type if has_note(operand) else None)
+    return node.target, args, output_types(node), decides(node)
+
+
+def has_rows(kind: TensorType, rows: Size) -> bool:
+    """Whether dimension 0 is rows of the batch: a multiple of it that does not depend on the batch again."""
+    times = divide(kind.shape[0], rows) if kind.shape else None
+    return times is not None and names((times,)).isdisjoint(names((rows,)))
+
+
+def _apart(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
+    rows = call.rows
+    assert rows is not None, "the call of an operator that nothing declares row-wise"
+    kind = call.operands[index]
+    if not has_rows(kind, rows) or placement != shard(0, kind.shape[0]):
+        return Refusal(f"{call.names[index]} is {placement}, and the rows of a row-wise operator are dimension 0")
+    bare = next((output for output in call.outputs if not has_rows(output, rows)), None)
+    if bare is not None:
+        return Refusal(f"the output {bare} of a row-wise operator has no row for each row of the batch")
+
+    def placed(kinds: Sequence[TensorType]) -> tuple[Placement, ...]:
+        return tuple(shard(0, other.shape[0]) if has_rows(other, rows) else R for other in kinds)
+
+    return Signature(placed(call.operands), placed(call.outputs))
+
+
+ROW_WISE = Rule(seed=_apart)
+
+
+# ---------------------------------------------------------------------- row-wise operators
+
+
+def name_of(node: fx.Node) -> str:
+    """What `row_wise` calls the operator of a node: its name in the text form, or an autograd function's path."""
+    return str(node.kwargs.get("path")) if node.target is function else key_of(node.target)
+
+
+def lacks_rule(node: fx.Node) -> bool:
+    """Whether no rule says what an operation does to parts of its operands: it could be declared row-wise."""
+    if node.op != "call_function" or not operands(node) or not output_types(node):
+        return False
+    if isinstance(node.target, Operator):
+        return node.target.whole is not None and bool(node.target.whole(call_of(node, 2)))
+    return node.target is not operator.getitem and rule_of(node.target) is None
+
+
+@dataclass(frozen=True)
+class RowWise:
+    """What the plan declares.
+
+    Attributes:
+        globs: on the names of operators (`name_of`).
+        rows: by axis that cuts the batch, the number of rows as the axis sees it.
+    """
+
+    globs: Sequence[str] = ()
+    rows: Mapping[str, Size] = field(default_factory=dict)
+
+    def of(self, node: fx.Node, axis: str) -> Size | None:
+        """The number of rows that a node computes apart on an axis; None where nothing declares that it does."""
+        return self.rows[axis] if axis in self.rows and self.names(node) else None
+
+    def names(self, node: fx.Node) -> bool:
+        """Whether a glob declares the operator of a node, which no rule knows."""
+        # The proof that a function is element-wise takes longest, and few plans have globs.
+        return node.op == "call_function" and any(_matches(node, glob) for glob in self.globs) and lacks_rule(node)
+
+
+def _matches(node: fx.Node, glob: str) -> bool:
+    return fnmatchcase(name_of(node), glob)
+
+
+def check_declared(program: Program) -> None:
+    """Every glob of the plan's `row_wise` names an operator that no rule knows.
+
+    Raises:
+        PlanError: one names none.
+    """
+    for glob in program.plan.row_wise:
+        nodes = [node for node in program.graph.nodes if node.op == "call_function" and _matches(node, glob)]
+        if any(lacks_rule(node) for node in nodes):
+            continue
+        free = sorted({name_of(node) for node in program.graph.nodes if lacks_rule(node)})
+        remedy = (
+            f"operators without a rule are {', '.join(free[:6])}" if free else "leave it out: all operators have rules"
+        )
+        reason = "names operators whose rules say what they do to rows" if nodes else "matches no operator"
+        raise PlanError(reason, where=f"row_wise: {glob!r}", remedy=remedy)

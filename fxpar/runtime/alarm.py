@@ -6,7 +6,7 @@ second, and no rank, kernel or stream that waits for another.
 No exception reaches a rank that waits: gloo waits for a socket, NCCL and kernels on the device, where a replayed graph
 is known to nobody. So one thread of each process looks into the store of the process group, over a connection of its
 own. What it finds there stops the module: gloo's connections are shut down, communicators of NCCL aborted, and whoever
-registered is called (`fxpar.exchange`, whose waits read a word).
+registered is called (`fxpar.peer_memory`, whose waits read a word).
 
 A process that ends says nothing more, but the system closes its connections, which is seen here: gloo fails by itself
 then, and for a rank that waits for its device the thread tells who is gone.
@@ -45,8 +45,8 @@ from torch import Tensor
 from torch._dynamo.comptime import comptime
 
 from fxpar.errors import InputError
-from fxpar.ops.collectives import Group
 from fxpar.ops.mesh_process_groups import limit_of_cpus, process_group
+from fxpar.ops.process_group import Group
 
 # Seconds between two looks into the store, and ranks of which more look less often: one process answers all of them.
 _PAUSE, _RANKS = 0.5, 512

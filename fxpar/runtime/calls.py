@@ -17,7 +17,7 @@ from torch.fx.graph import CodeGen
 
 from fxpar.ir.program import Program, has_note, note
 from fxpar.ir.step import PHASES, RECOMPUTE
-from fxpar.ops.products import Destination, into
+from fxpar.ops.small_operators import Destination, into
 from fxpar.runtime.units import Segment, is_number, segments
 
 Values = dict[str, Any]

@@ -22,8 +22,8 @@ from fxpar.ir.program import Program, TensorType, note, output_layouts
 from fxpar.ir.stages import Stage, received_name
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
-from fxpar.ops.collectives import Group
 from fxpar.ops.mesh_process_groups import hold, process_group, refuse_group
+from fxpar.ops.process_group import Group
 from fxpar.pipeline.compiler.schedules import Schedule
 from fxpar.pipeline.compiler.simulation import Kind, Message
 from fxpar.runtime.bound_batch import BoundBatch

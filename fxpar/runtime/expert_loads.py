@@ -16,7 +16,7 @@ from torch import Tensor
 from fxpar.cost.figures import ExpertLoad
 from fxpar.ir.step import is_dropped, is_excess, is_load, module_of_load
 from fxpar.mesh.axes import Cuts, coordinates
-from fxpar.ops.collectives import arrived, max_over, start_gather
+from fxpar.ops.process_group import arrived, max_over, start_gather
 from fxpar.plan.plan import Plan
 from fxpar.runtime.grad_buffers import Finish
 from fxpar.runtime.world import World
@@ -81,7 +81,7 @@ def gathered(parts: Sequence[Mapping[str, Tensor]], world: World, plan: Plan) ->
         return None
     summed = [torch.stack([part[name].flatten() for part in parts]).sum(0) for name in (*names, *dropped)]
     group = world.groups["-".join(plan.axes)]
-    counts = arrived(start_gather(torch.cat(summed), group))
+    counts = arrived(start_gather(torch.cat(summed), group.name, group.size))
     return Loads(names, tuple(len(load) for load in summed[: len(names)]), dropped, counts)
 
 

@@ -18,7 +18,7 @@ from torch._C._dynamo.guards import TensorGuards
 
 from fxpar.checkpoint.sharded import StageGradient, leaf_of
 from fxpar.errors import InputError
-from fxpar.ops.products import Destination
+from fxpar.ops.small_operators import Destination
 
 # Asked of all parameters at each step, in one call each.
 _GRADIENT, _HOOKS = attrgetter("grad"), attrgetter("_backward_hooks")

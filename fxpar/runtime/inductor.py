@@ -34,11 +34,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar.ir.program import output_node
-from fxpar.ops import (  # noqa: F401 - define the operators
-    dropped,
-    needed_copies,
-    peer_memory,
-    products,
+from fxpar.ops import (
+    peer_copies,  # noqa: F401 - defines the operators
+    random,
+    small_operators,  # noqa: F401 - defines the operator
 )
 from fxpar.plan.plan import Plan
 from fxpar.runtime.allreduce_epilogue_fusion import sums_in_rows
@@ -148,7 +147,7 @@ class Inductor:
 def _traced(run: Callable[..., Sequence[Any]], fakes: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
     """The function in the operators that Inductor knows."""
     # Of symbolic sizes some operators know shapes by their functions in Python alone.
-    table = {**select_decomp_table(), **dropped.DECOMPOSITIONS}
+    table = {**select_decomp_table(), **random.DECOMPOSITIONS}
     with torch.no_grad(), enable_python_dispatcher(), mode:
         return make_fx(run, decomposition_table=table)(*fakes)
 

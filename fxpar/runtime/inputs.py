@@ -23,8 +23,8 @@ from torch import Tensor
 from fxpar.errors import InputError
 from fxpar.mesh.axes import DENSE, PURPOSES, Cuts
 from fxpar.mesh.mesh import Mesh
-from fxpar.ops.collectives import Group
 from fxpar.ops.mesh_process_groups import process_group
+from fxpar.ops.process_group import Group
 from fxpar.runtime import batch as calls
 from fxpar.runtime.alarm import Met
 from fxpar.runtime.world import World

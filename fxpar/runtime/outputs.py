@@ -20,7 +20,7 @@ from fxpar.layout.nesting import seen_by
 from fxpar.layout.shards import without_padding
 from fxpar.layout.symbolic_sizes import Size, evaluate
 from fxpar.mesh.axes import PURPOSES, Cuts
-from fxpar.ops.collectives import Cut, Group, gather_whole, take_own
+from fxpar.ops.process_group import Cut, Group, gather_whole, take
 from fxpar.runtime.bound_batch import BoundBatch
 from fxpar.runtime.inputs import data_part
 from fxpar.runtime.world import World
@@ -148,7 +148,8 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         """The rank's shard of the gradient."""
-        return take_own(gradient, ctx.cut, ctx.group, *ctx.saved_tensors), None, None, None
+        (dim, pieces), (index,) = ctx.cut, ctx.saved_tensors
+        return take(gradient, dim, pieces, ctx.group.size, index), None, None, None
 
 
 # ---------------------------------------------------------------------- node

@@ -19,8 +19,8 @@ from fxpar.errors import InputError
 from fxpar.ir.program import Program, tensor_type
 from fxpar.ir.stages import Stage, holders, received_name
 from fxpar.ir.step import RNG_PATH, buffer_name, is_buffer, written
-from fxpar.ops.collectives import Group
 from fxpar.ops.mesh_process_groups import hold, process_group
+from fxpar.ops.process_group import Group
 from fxpar.pipeline.compiler.schedules import Action, Phase, Schedule
 from fxpar.pipeline.compiler.simulation import Kind, received, sent
 from fxpar.plan.plan import Plan

@@ -20,8 +20,8 @@ from fxpar.ir.stages import Stage, stages_of
 from fxpar.ir.step import is_gradient, is_input_gradient, output_of, parameter_gradients, written
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import Size
-from fxpar.ops.collectives import Group
 from fxpar.ops.lower import ROWS, Lowered
+from fxpar.ops.process_group import Group
 from fxpar.passes.differentiate import differentiable
 from fxpar.passes.training_passes import counted_steps
 from fxpar.plan.plan import Plan

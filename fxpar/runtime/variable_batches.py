@@ -26,7 +26,7 @@ from fxpar.ir.step import batch_rows, batch_symbol
 from fxpar.layout.layout import Layout
 from fxpar.layout.symbolic_sizes import names
 from fxpar.mesh.axes import Cuts
-from fxpar.ops.coercion_table import COERCION_OF
+from fxpar.ops.collectives import COERCION_OF
 from fxpar.ops.vocabulary import embedding
 from fxpar.rewrite.means import CLASS_LOSSES
 from fxpar.rules import bind_arguments, rule_of
@@ -34,8 +34,8 @@ from fxpar.runtime import batch as calls
 from fxpar.runtime.bound_batch import Compiled
 from fxpar.runtime.inputs import Shapes, data_part
 from fxpar.runtime.world import World
+from fxpar.signatures.op_call import SIZED
 from fxpar.signatures.pointwise import pointwise_labels
-from fxpar.signatures.sized import SIZED
 
 aten = torch.ops.aten
 

@@ -20,8 +20,8 @@ from fxpar.checkpoint.rank_tensors import RankMesh
 from fxpar.errors import PlanError, RankError
 from fxpar.mesh.axes import PURPOSES, Cuts, joined_names
 from fxpar.mesh.mesh import Mesh
-from fxpar.ops.collectives import Group
 from fxpar.ops.mesh_process_groups import close_abandoned, create_groups, hold, process_group, refuse_group
+from fxpar.ops.process_group import Group
 from fxpar.plan.plan import Plan
 from fxpar.runtime.alarm import abort_groups, hosts
 from fxpar.runtime.rank_consensus import Agreement, connected, plan_facts

@@ -40,11 +40,10 @@ from fxpar.layout.layout import I, P, Placement, R, shard
 from fxpar.layout.nesting import peel
 from fxpar.layout.symbolic_sizes import Size, simplify
 from fxpar.mesh.axes import Cuts
-from fxpar.ops.functions import function
+from fxpar.ops.small_operators import function
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
-from fxpar.rules.batchwise_ops import RowWise, lacks_rule, name_of
-from fxpar.rules.inference import target_on
-from fxpar.rules.local import peeled_call
+from fxpar.rules.inference import peeled_call, target_on
+from fxpar.rules.table import RowWise, lacks_rule, name_of
 from fxpar.sharding.options import Option, demanded_by, demands, held_over, value_of, without_demand
 from fxpar.signatures.engine import partial_signatures
 from fxpar.signatures.op_call import OpCall

@@ -19,7 +19,7 @@ from fxpar.ir.step import batch_rows, batch_size, is_buffer
 from fxpar.layout.layout import I, Layout, Placement, shard
 from fxpar.layout.symbolic_sizes import divide
 from fxpar.mesh.axes import Cuts
-from fxpar.rules.batchwise_ops import check_declared
+from fxpar.rules.table import check_declared
 from fxpar.sharding.batch_sharding import peel_program, place_batch
 from fxpar.sharding.collapse import cheapest
 from fxpar.sharding.options import AxisOptions, Option, Value, held_over, list_options, value_of

@@ -26,8 +26,7 @@ from fxpar.layout.layout import I, Placement, R, fits, shard
 from fxpar.layout.symbolic_sizes import Size, names
 from fxpar.ops import rank_dim, selective_dispatch
 from fxpar.ops.operator import Operator
-from fxpar.ops.rank_dim import Demand, Held, expand_over, sum_over
-from fxpar.ops.shard_over import demanded, shard_over
+from fxpar.ops.rank_dim import Demand, Held, demanded, expand_over, shard_over, sum_over
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
 from fxpar.sharding.parameter_cuts import (
     all_cuts,
@@ -39,9 +38,8 @@ from fxpar.sharding.parameter_cuts import (
     shares_attention,
 )
 from fxpar.sharding.shard_propagation import PropagationStep, Trail, Weights, advance, follow, step_of
-from fxpar.signatures.engine import partial_signatures
+from fxpar.signatures.engine import Labelling, partial_signatures
 from fxpar.signatures.op_call import OpCall
-from fxpar.signatures.rule import Labelling
 
 # Which dimensions of parameters stand for tokens.
 

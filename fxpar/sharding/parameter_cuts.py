@@ -18,9 +18,9 @@ from fxpar.layout.nesting import pieces_of
 from fxpar.layout.symbolic_sizes import Size, divide, product, simplify
 from fxpar.rules.table import rule_of
 from fxpar.sharding.shard_propagation import INSIDE, Trail, Weights, follow
+from fxpar.signatures.engine import Labelling, Refusal
 from fxpar.signatures.op_call import bind_arguments, call_of
 from fxpar.signatures.pointwise import pointwise_labels
-from fxpar.signatures.rule import Labelling, Refusal
 
 _aten = torch.ops.aten
 

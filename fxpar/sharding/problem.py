@@ -28,7 +28,7 @@ from fxpar.ir.step import held_type
 from fxpar.ir.symbols import with_counted
 from fxpar.layout.layout import I, Placement
 from fxpar.layout.symbolic_sizes import evaluate, names, product
-from fxpar.ops.coercion_table import coercion
+from fxpar.ops.collectives import coercion
 from fxpar.plan.cost import Cost
 from fxpar.sharding.options import AxisOptions, Option, Value, value_of
 

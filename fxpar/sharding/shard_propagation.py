@@ -19,12 +19,11 @@ from fxpar.ir.operators import pending
 from fxpar.ir.program import operands, output_types
 from fxpar.layout.layout import Placement
 from fxpar.layout.symbolic_sizes import Size, divide, product
-from fxpar.ops.coercion_table import coercion
-from fxpar.rules.rule_cache import question
-from fxpar.rules.table import rule_of, seeded
-from fxpar.signatures.contraction import einsum_labels
+from fxpar.ops.collectives import coercion
+from fxpar.rules.table import question, rule_of, seeded
+from fxpar.signatures.engine import Labelling, Refusal, Signature
+from fxpar.signatures.matmul import einsum_labels
 from fxpar.signatures.op_call import call_of
-from fxpar.signatures.rule import Labelling, Refusal, Signature
 
 _aten = torch.ops.aten
 

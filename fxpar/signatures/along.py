@@ -12,11 +12,10 @@ from collections.abc import Callable
 from fxpar.layout.layout import Placement
 from fxpar.layout.nesting import through_view
 from fxpar.layout.symbolic_sizes import Size
-from fxpar.signatures.op_call import OpCall
+from fxpar.signatures.engine import Labelling, Labels, Refusal, Rule, Signature
+from fxpar.signatures.indexing import ignoring
+from fxpar.signatures.op_call import RESAMPLED, OpCall
 from fxpar.signatures.pointwise import broadcast
-from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule, Signature
-from fxpar.signatures.scattering import ignoring
-from fxpar.signatures.sized import RESAMPLED
 from fxpar.signatures.views import numbered, wrap
 
 _SELF = (("self",),)

@@ -1,4 +1,4 @@
-"""The engine: what a rule says of the layouts of a call on one mesh axis.
+"""Rules as data, and the engine: what a rule says of the layouts of a call on one mesh axis.
 
 Enters: an operation with global shapes, its rule, and the placement of each operand, or of one. Leaves: the placement
 of each output, or the signature that the one asks for; a refusal with its reason where there is none.
@@ -6,7 +6,7 @@ of each output, or the signature that the one asks for; a refusal with its reaso
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,6 @@ from fxpar.ir.program import TensorType
 from fxpar.layout.layout import I, P, Piece, Placement, R, fits
 from fxpar.layout.symbolic_sizes import Size, divide
 from fxpar.signatures.op_call import OpCall
-from fxpar.signatures.rule import Labels, Refusal, Rule, Signature
 
 
 def transfer(placement: Placement, source: Size, dim: int, size: Size, n: int) -> Placement | Refusal:
@@ -285,3 +284,67 @@ def partial_signatures(rule: Rule, call: OpCall) -> list[Signature]:
         if not isinstance(outs, Refusal):
             signatures.append(Signature(ins, outs))
     return signatures
+
+
+# ---------------------------------------------------------------------- rules
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why an operation does not accept a layout.
+
+    `structural`: the cut does not fit the shapes (a view tears it, n does not divide it), as opposed to an operation
+    that needs the whole dimension (softmax, norm).
+    """
+
+    reason: str
+    structural: bool = False
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Placements of all operands and outputs of an operation on one axis."""
+
+    operands: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+
+
+Labels = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Labelling:
+    """A label for each dimension of each operand and output (None: cannot be sharded); `summed` yield partials."""
+
+    operands: tuple[Labels, ...]
+    outputs: tuple[Labels, ...]
+    summed: frozenset[str] = frozenset()
+
+
+Seed = Callable[[OpCall, int, Placement], Signature | Refusal]
+Check = Callable[[OpCall, Sequence[Placement]], tuple[Placement, ...] | Refusal | None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The legal signatures of an operation.
+
+    Attributes:
+        labels: the labelling of a call, or the reason why it has none.
+        partial: groups of operand names that may be partial together, the others being replicated.
+        seed: for operations that labels cannot describe (views): the signature that one operand's shard asks for.
+        check: for operations with further conditions: outputs for given operands; None leaves it to the rest.
+        varying: names of operands that may be V (axis indices).
+        padding: names of operands whose cut may be padded: padding stays finite there, and its gradient stays zero.
+        zeros: whether the results are zero, padding included.
+        summands: names of gradients, of which ranks that share blocks must hold summands.
+    """
+
+    labels: Callable[[OpCall], Labelling | Refusal] | None = None
+    partial: tuple[tuple[str, ...], ...] = ()
+    seed: Seed | None = None
+    check: Check | None = None
+    varying: tuple[str, ...] = ()
+    padding: tuple[str, ...] = ()
+    zeros: bool = False
+    summands: tuple[str, ...] = ()

@@ -12,10 +12,10 @@ import torch
 
 from fxpar.layout.layout import P, Placement, R
 from fxpar.layout.symbolic_sizes import Size
+from fxpar.signatures.engine import Labelling, Labels, Refusal, Rule
+from fxpar.signatures.indexing import ignoring, scattering_rules
 from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import broadcast, pointwise_labels
-from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule
-from fxpar.signatures.scattering import ignoring, scattering_rules
 
 # Element-wise, with the name of the gradient; the values beside it may be those of padding.
 _POINTWISE = """

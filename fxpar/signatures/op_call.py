@@ -1,12 +1,13 @@
 """Calls: an operation as the rules see it.
 
-Enters: a node with its note. Leaves: its arguments by name, and the `OpCall` that it makes on one mesh axis.
+Enters: a node with its note. Leaves: its arguments by name, and the `OpCall` that it makes on one mesh axis; which
+operations take the shape of their result; and defaults that depend on the element type.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import fx
 
 from fxpar.ir.operators import GraphOperator
-from fxpar.ir.program import ScalarType, TensorType, has_note, note, output_types
+from fxpar.ir.program import ScalarType, TensorType, has_note, note, output_types, tensor_type
 from fxpar.layout.symbolic_sizes import Size
 
 
@@ -126,3 +127,70 @@ def decides(node: fx.Node) -> bool:
 
 def _is_backward(node: fx.Node) -> bool:
     return has_note(node) and note(node).phase != ""
+
+
+aten = torch.ops.aten
+
+# What gives an image other numbers of pixels.
+RESAMPLED = """
+upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
+_upsample_bilinear2d_aa _upsample_bicubic2d_aa
+""".split()
+
+
+def _named(name: str, *targets: torch._ops.OpOverload) -> dict[torch._ops.OpOverload, int]:
+    return {target: [argument.name for argument in target._schema.arguments].index(name) for target in targets}
+
+
+# The place of the shape among the arguments.
+SIZED: Mapping[torch._ops.OpOverload, int] = {
+    **_named("size", aten.view.default, aten.expand.default),
+    **_named("shape", aten.reshape.default),
+    **_named("input_size", *(getattr(aten, f"{name}_backward").default for name in RESAMPLED)),
+}
+
+
+def name_of_sizes(target: torch._ops.OpOverload) -> str:
+    """Returns the name of the argument that is the shape of the result."""
+    return str(target._schema.arguments[SIZED[target]].name)
+
+
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    """Returns the type in which kernels compute: half precision in float32."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+# By operator: names of arguments that may be missing, and the number that PyTorch takes for an operand of a type.
+_DEFAULTS: Mapping[Any, Mapping[str, Callable[[torch.dtype], float]]] = {
+    aten.rms_norm.default: {"eps": lambda dtype: torch.finfo(_computed_in(dtype)).eps},
+    aten._fused_rms_norm.default: {"eps": lambda dtype: torch.finfo(_computed_in(dtype)).eps},
+    aten.nan_to_num.default: {
+        "nan": lambda dtype: 0.0,
+        "posinf": lambda dtype: torch.finfo(dtype).max,
+        "neginf": lambda dtype: torch.finfo(dtype).min,
+    },
+}
+
+
+def write_defaults(nodes: Iterable[fx.Node]) -> None:
+    """Writes the number wherever an operator would take it from the type of its operand.
+
+    Args:
+        nodes: with notes; calls of integers are left as they are.
+    """
+    for node in nodes:
+        defaults = _DEFAULTS.get(node.target, {}) if node.op == "call_function" else {}
+        if not defaults:
+            continue
+        dtype = tensor_type(node.args[0]).dtype  # type: ignore[arg-type]
+        if not dtype.is_floating_point and not dtype.is_complex:
+            continue
+        places = {argument.name: i for i, argument in enumerate(node.target._schema.arguments)}  # type: ignore[union-attr]
+        for name, number in defaults.items():
+            place = places[name]
+            if place < len(node.args):
+                if node.args[place] is None:
+                    node.update_arg(place, number(dtype))
+            elif node.kwargs.get(name) is None:
+                node.update_kwarg(name, number(dtype))

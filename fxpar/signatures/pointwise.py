@@ -1,4 +1,7 @@
-"""Rules of element-wise operations: operands are aligned from the right, every dimension can be sharded."""
+"""Rules of element-wise operations, of random and of complex numbers.
+
+Operands are aligned from the right, and every dimension can be sharded.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import fx
 
 from fxpar.layout.layout import P, Placement, R
 from fxpar.layout.symbolic_sizes import Size
-from fxpar.signatures.op_call import OpCall
-from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule
+from fxpar.signatures.engine import Labelling, Labels, Refusal, Rule, Signature, seed_signature
+from fxpar.signatures.op_call import OpCall, bind_arguments
 
 
 def broadcast(shape: tuple[Size, ...], out: tuple[Size, ...], labels: Labels | None = None) -> Labels:
@@ -160,3 +164,91 @@ def pointwise_rules() -> dict[str, Rule]:
         full = f"aten.{name if '.' in name else f'{name}.default'}"
         rules[full] = replace(rules[full], padding=padding)
     return rules
+
+
+aten = torch.ops.aten
+
+# Bits of the shape of the first operand, whose values do not matter.
+SHAPED = """
+bernoulli.p cauchy exponential geometric log_normal normal_functional rand_like randint_like randint_like.low_dtype
+randn_like uniform
+""".split()
+# Bits for the values of the operands, element by element.
+VALUED = "bernoulli bernoulli.Tensor normal.Tensor_float rrelu".split()
+_RECURRENT = frozenset({"aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"})
+
+
+def draws_bits(node: fx.Node) -> bool:
+    """Whether a node calls an operator of torch that PyTorch tags as seeded; not one that is told to drop nothing."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    arguments = bind_arguments(node)
+    if target._schema.name in _RECURRENT:  # which drop between their layers
+        return bool(arguments["train"] and arguments["dropout"] and arguments["num_layers"] > 1)
+    is_dropout = "dropout" in target._schema.name or "attention" in target._schema.name
+    probability = arguments.get("p", arguments.get("dropout_p")) if is_dropout else None
+    idle = arguments.get("train", arguments.get("training")) is False
+    return not idle and not (isinstance(probability, (int, float)) and probability == 0)
+
+
+def _seed(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
+    if placement.is_shard and len(placement.pieces) > 1:
+        return Refusal("random bits for a dimension of several segments: split the segments first")
+    return seed_signature(Rule(pointwise_labels), call, index, placement)
+
+
+def random_rules() -> Mapping[str, Rule]:
+    """Rules by `aten` overload name."""
+    rules = {name: Rule(pointwise_labels, seed=_seed, check=same_values) for name in SHAPED}
+    rules |= {name: Rule(pointwise_labels, seed=_seed) for name in VALUED}
+    # With the same bits on all ranks a dropped sum is the sum of what is dropped of the summands.
+    rules["dropout"] = Rule(pointwise_labels, partial=(("input",),), seed=_seed)
+    return {f"aten.{name if '.' in name else f'{name}.default'}": rule for name, rule in rules.items()}
+
+
+_SELF = (("self",),)
+_POINTWISE: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "angle": (),
+    "_conj": _SELF,
+    "_conj_physical": _SELF,
+    "conj_physical": _SELF,
+    "resolve_conj": _SELF,
+    "resolve_neg": _SELF,
+    "real": _SELF,
+    "imag": _SELF,
+    "complex": (("real", "imag"),),
+    "polar": (),  # PyTorch's gradient divides by a positive `abs`: summands may be negative
+}
+# Products of a table that is padded are differentiated by these.
+_PADDED_COMPLEX: Mapping[str, tuple[str, ...]] = dict.fromkeys(("_conj", "_conj_physical", "resolve_conj"), ("self",))
+
+
+def _numbered(rank: int) -> Labels:
+    return tuple(f"d{i}" for i in range(rank))
+
+
+def _with_parts(call: OpCall) -> Labelling:
+    """`d… -> d… 2`."""
+    labels = _numbered(len(call.operands[0].shape))
+    return Labelling((labels,), ((*labels, None),))
+
+
+def _of_parts(call: OpCall) -> Labelling:
+    """`d… 2 -> d…`."""
+    labels = _numbered(len(call.outputs[0].shape))
+    return Labelling(((*labels, None),), (labels,))
+
+
+def complex_rules() -> dict[str, Rule]:
+    """Rules by `aten` overload name."""
+    return {
+        **{
+            f"aten.{name}.default": Rule(pointwise_labels, p, padding=_PADDED_COMPLEX.get(name, ()))
+            for name, p in _POINTWISE.items()
+        },
+        "aten.view_as_real.default": Rule(_with_parts, _SELF),
+        "aten.view_as_complex.default": Rule(_of_parts, _SELF),
+    }

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fxpar.layout.layout import P, Placement, R
+from fxpar.signatures.engine import Labelling, Labels, Refusal, Rule
 from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import broadcast, keeps_sums
-from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule
 
 
 def _reduced(call: OpCall) -> list[int]:

@@ -11,10 +11,9 @@ from fxpar.layout.layout import P, Piece, Placement, R
 from fxpar.layout.nesting import local_size, pieces_of, through_view
 from fxpar.layout.shards import slice_pieces, strided_pieces
 from fxpar.layout.symbolic_sizes import Size, divide, sign, simplify
-from fxpar.signatures.engine import seed_signature, transfer
+from fxpar.signatures.engine import Labelling, Refusal, Rule, Signature, seed_signature, transfer
 from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import broadcast, keeps_sums
-from fxpar.signatures.rule import Labelling, Refusal, Rule, Signature
 
 _SELF = (("self",),)
 _END = 2**62

@@ -398,7 +398,7 @@ def algebra(d: Draw) -> dict[str, Samples]:
 
 def _sorted(d: Draw, experts: int, *lead: int) -> tuple[Tensor, Tensor]:
     """An order of rows, and how many each expert has."""
-    return sort_by_expert(d.i(experts, *lead, 4, 2), experts)  # type: ignore[no-any-return]
+    return sort_by_expert(d.i(experts, *lead, 4, 2), experts)
 
 
 def routed(d: Draw) -> dict[str, Samples]:

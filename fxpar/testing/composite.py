@@ -18,13 +18,11 @@ from fxpar.ops import counter, sdpa
 from fxpar.ops import random as records
 from fxpar.ops.attention import attention_backward, attention_forward
 from fxpar.ops.counter import IndexCut
-from fxpar.ops.functions import function as autograd_function
-from fxpar.ops.host import item
 from fxpar.ops.process_group import same
-from fxpar.ops.transfers import transfer
-from fxpar.ops.zeros import zeros, zeros_of
+from fxpar.ops.small_operators import function as autograd_function
+from fxpar.ops.small_operators import item, transfer, zeros, zeros_of
 from fxpar.signatures.autograd_functions import resolve_function
-from fxpar.signatures.randomness import SHAPED, VALUED
+from fxpar.signatures.pointwise import SHAPED, VALUED
 from fxpar.testing import backward_samples
 from fxpar.testing.ranks import sample
 from fxpar.testing.samples import Draw, Samples

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fxpar.ops import COMPOSITE_OF, OPERATORS
+from fxpar.ops.registry import COMPOSITE_OF, OPERATORS
 from fxpar.testing import backward_samples
 from fxpar.testing.backward_samples import routed
 from fxpar.testing.composite import composite

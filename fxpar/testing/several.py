@@ -29,8 +29,7 @@ from fxpar.ir.operators import GraphOperator
 from fxpar.layout.layout import Layout, P, Placement, R, V, shard
 from fxpar.layout.nesting import misfit, spelled
 from fxpar.rules import OpCall, Refusal, call_of, key_of, partial_signatures, rule_of, seed_signature
-from fxpar.rules.inference import Context, infer_node
-from fxpar.rules.local import peeled_call
+from fxpar.rules.inference import Context, infer_node, peeled_call
 from fxpar.rules.table import inferred
 from fxpar.testing.check import Finding, OracleReport, candidates, make_node, mixtures, padded
 from fxpar.testing.ranks import Sample, sample, shuffled

@@ -17,8 +17,8 @@ from fxpar.ir.operators import GraphOperator
 from fxpar.layout.layout import Layout, Placement
 from fxpar.ops.counter import IndexCut
 from fxpar.rules import key_of
-from fxpar.signatures.randomness import SHAPED, VALUED
-from fxpar.signatures.sized import RESAMPLED
+from fxpar.signatures.op_call import RESAMPLED
+from fxpar.signatures.pointwise import SHAPED, VALUED
 from fxpar.testing.composite import KERNELS
 from fxpar.testing.ranks import (
     Sample,

@@ -38,8 +38,9 @@ from fxpar.ir.regions import Region, call_region
 from fxpar.ir.symbols import RELATIONS, Condition, Counted, Symbol
 from fxpar.layout.nesting import seen_by
 from fxpar.layout.symbolic_sizes import parse_size, product
-from fxpar.ops import OPERATORS, Operator
-from fxpar.ops.coercion_table import COERCION_OF
+from fxpar.ops.collectives import COERCION_OF
+from fxpar.ops.operator import Operator
+from fxpar.ops.registry import OPERATORS
 from fxpar.text.printing import NO_LOSS, VERSION, has_scalar, need_shapes
 from fxpar.text.scanning import (
     IDENTIFIER,

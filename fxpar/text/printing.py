@@ -47,7 +47,7 @@ from fxpar.ir.regions import Region, region_of, regions
 from fxpar.layout.layout import Layout, Placement, shard
 from fxpar.layout.nesting import seen_by
 from fxpar.layout.symbolic_sizes import Size
-from fxpar.ops.coercion_table import COERCION_OF
+from fxpar.ops.collectives import COERCION_OF
 
 # Tables and amounts as people read them.
 

@@ -22,9 +22,9 @@ from fxpar.errors import CheckFailed
 from fxpar.ir.grad_flow import reached
 from fxpar.ir.program import Program, Property, ScalarType, TensorType, describe, note, operands, output_types
 from fxpar.layout.symbolic_sizes import evaluate
-from fxpar.ops import Operator
+from fxpar.ops.operator import Operator
 from fxpar.rules import bind_arguments
-from fxpar.rules.rule_cache import question
+from fxpar.rules.table import question
 from fxpar.signatures.check_cache import Facts, facts_of
 
 # Derivatives: what stands on a gradient's way has one.

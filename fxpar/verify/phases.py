@@ -18,7 +18,6 @@ from torch import fx
 
 from fxpar.cost.buffer_reuse import copyable, handshakes, is_shot, is_sum
 from fxpar.errors import CheckFailed
-from fxpar.exchange.symmetric_buffer import BUFFERS
 from fxpar.ir.program import (
     Program,
     Property,
@@ -43,15 +42,15 @@ from fxpar.ir.step import (
 )
 from fxpar.layout.layout import P, Placement, R
 from fxpar.layout.symbolic_sizes import names
-from fxpar.ops import alike
-from fxpar.ops.coercion_table import COERCION_OF
-from fxpar.ops.coercions import all_reduce_coalesced, sum_gradients
+from fxpar.ops.collectives import COERCION_OF, all_reduce_coalesced, sum_gradients
 from fxpar.ops.dataflow import Expressions
+from fxpar.ops.operator import alike
 from fxpar.passes.differentiate import forward_of, of_outputs
+from fxpar.peer_memory.symmetric_buffer import BUFFERS
 from fxpar.rules.table import inferred
 from fxpar.signatures.check_cache import Facts
+from fxpar.signatures.engine import Refusal
 from fxpar.signatures.op_call import call_of
-from fxpar.signatures.rule import Refusal
 
 # The backward of a step: that of its own forward.
 

@@ -14,7 +14,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.errors import CheckFailed
 from fxpar.ir.program import (
@@ -31,7 +30,8 @@ from fxpar.ir.program import (
     tensor_type,
 )
 from fxpar.ir.regions import inlined
-from fxpar.signatures.defaults import write_defaults
+from fxpar.signatures.op_call import write_defaults
+from fxpar.torch_internals import TorchDispatchMode
 
 # What rounding may change in the results of a program: of how much a second way to compute the same may deviate.
 

@@ -37,9 +37,9 @@ from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops.operator import OnShapes, Operator
 from fxpar.rules import Refusal, bind_arguments, call_of
-from fxpar.rules.local import whole_call
+from fxpar.rules.inference import whole_call
 from fxpar.signatures.check_cache import Facts, facts_of
-from fxpar.signatures.sized import SIZED, name_of_sizes
+from fxpar.signatures.op_call import SIZED, name_of_sizes
 
 # What a check may spend on one operation: a text must not be able to exhaust time or memory.
 

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, maybe_run_for_local_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._mode_utils import no_dispatch
 
 from fxpar.errors import CheckFailed, InputError, PassError, PlanError
 from fxpar.ir.program import (
@@ -52,9 +51,10 @@ from fxpar.manager import PassManager
 from fxpar.mesh.axes import coordinates, joined_names
 from fxpar.ops import counter, sdpa
 from fxpar.ops.attention import attention_gradients, saving_attention
-from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
+from fxpar.ops.process_group import Group
 from fxpar.passes.differentiate import differentiate, of_outputs
+from fxpar.torch_internals import no_dispatch
 from fxpar.verify.promote import promote
 from fxpar.verify.static import check_neighbours
 

@@ -36,16 +36,15 @@ from fxpar.ir.symbols import Condition
 from fxpar.layout.layout import Layout
 from fxpar.layout.nesting import pieces_of, spelled
 from fxpar.layout.symbolic_sizes import names
-from fxpar.ops import Operator
-from fxpar.ops.coercion_table import COERCION_OF
-from fxpar.ops.coercions import sum_gradients
+from fxpar.ops.collectives import COERCION_OF, sum_gradients
+from fxpar.ops.operator import Operator
 from fxpar.ops.random import axis_index
 from fxpar.ops.sent_rows import send_rows
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.passes.mark_regions import reason_of
 from fxpar.rules import bind_arguments
 from fxpar.signatures.check_cache import Facts, facts_of
-from fxpar.signatures.randomness import draws_bits
+from fxpar.signatures.pointwise import draws_bits
 from fxpar.verify.phases import check_phases
 
 # Header: what a program says of itself holds of its graph.

@@ -21,12 +21,11 @@ from fxpar.ir.step import gradient_name, input_gradient_name, is_buffer, is_forw
 from fxpar.layout.layout import I, Layout, Placement, R, shard
 from fxpar.layout.nesting import misfit
 from fxpar.mesh.axes import Cuts
-from fxpar.ops.coercion_table import coercion
-from fxpar.ops.coercions import dual_layout
-from fxpar.ops.global_size import size
+from fxpar.ops.collectives import coercion, dual_layout
+from fxpar.ops.small_operators import size
 from fxpar.rules import bind_arguments
 from fxpar.rules.inference import Context, context_of, infer_node, remedy_of, shown
-from fxpar.rules.rule_cache import Answers
+from fxpar.rules.table import Answers
 from fxpar.sharding.batch_sharding import declared
 from fxpar.signatures.check_cache import Facts, facts_of
 

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fxpar.capture.capture import Captured, arguments
 from fxpar.capture.places import Blamed
@@ -40,6 +39,7 @@ from fxpar.passes.annotate import annotate
 from fxpar.passes.assign_rng import assign_rng
 from fxpar.passes.divide_batch import divide_batch
 from fxpar.passes.insert_collectives import insert_collectives
+from fxpar.torch_internals import FakeTensor
 from fxpar.verify.capacity_reference import drop_beyond_capacity
 from fxpar.verify.promote import FACTOR, UNITS, OtherOrder, epsilon, promote, wide
 from fxpar.verify.simulate_ranks import (

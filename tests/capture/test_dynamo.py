@@ -15,7 +15,7 @@ from fxpar.capture.capture import Captured, capture
 from fxpar.errors import CaptureError
 from fxpar.ir.program import note
 from fxpar.layout.symbolic_sizes import symbol
-from fxpar.ops.functions import function
+from fxpar.ops.small_operators import function
 from fxpar.text.printing import print_program
 from tests.capture.functions import Seven
 from tests.capture.models import Net, example, faithful, net, operator_name, seeded

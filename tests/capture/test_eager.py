@@ -22,7 +22,7 @@ from fxpar.capture import eager
 from fxpar.capture.capture import capture
 from fxpar.capture.eager import compare, walk
 from fxpar.errors import CaptureError, CheckFailed
-from fxpar.ops.functions import function
+from fxpar.ops.small_operators import function
 from fxpar.verify import faithful as values
 from fxpar.verify.values import check_capture
 from tests.capture import bound as _bound

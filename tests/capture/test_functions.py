@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fxpar.capture.capture import Captured, capture
 from fxpar.errors import CaptureError
 from fxpar.ir.program import note
-from fxpar.ops.functions import function
+from fxpar.ops.small_operators import function
 from fxpar.text.printing import print_program
 from tests.capture.functions import (
     InPlace,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fxpar
 from fxpar.compile import compile_model, compile_program, lower_program
-from fxpar.ops.collectives import Group
+from fxpar.ops.process_group import Group
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.text.printing import print_program
 from fxpar.verification import verify

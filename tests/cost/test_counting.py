@@ -19,8 +19,8 @@ from fxpar.errors import CheckFailed, InputError
 from fxpar.ir.program import Program
 from fxpar.layout.symbolic_sizes import evaluate, parse_size
 from fxpar.manager import PassManager
-from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
+from fxpar.ops.process_group import Group
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.passes.training_passes import counted_steps
 from fxpar.plan.plan import Plan

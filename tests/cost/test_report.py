@@ -14,8 +14,8 @@ from fxpar.capture.capture import capture
 from fxpar.cost import Report, make_report
 from fxpar.cost.html import as_html
 from fxpar.manager import PassManager
-from fxpar.ops.collectives import Group
 from fxpar.ops.lower import lower
+from fxpar.ops.process_group import Group
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.passes.training_passes import counted_steps
 from fxpar.plan.plan import Plan

@@ -9,8 +9,7 @@ from fxpar.layout.layout import Layout, R, shard
 from fxpar.layout.nesting import local_shape, misfit, spelled
 from fxpar.layout.shards import block, whole
 from fxpar.layout.symbolic_sizes import Size, parse_size
-from fxpar.ops.coercion_table import coercion
-from fxpar.ops.coercions import all_to_all
+from fxpar.ops.collectives import all_to_all, coercion
 
 # [source rank, expert, slot, h]; slots are as many as a bound says, or a symbol of which no input is as long.
 SOURCES, EXPERTS, WIDTH = 4, 8, 3

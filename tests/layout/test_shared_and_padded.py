@@ -8,7 +8,7 @@ import torch
 from fxpar.layout.layout import Piece, Placement, fits, padded_shard, parse_placement
 from fxpar.layout.nesting import local_size, through_view
 from fxpar.layout.shards import block, counted, slice_pieces, whole
-from fxpar.ops.collectives import put_together, spread
+from fxpar.ops.process_group import put_together, spread
 from fxpar.testing.ranks import local_positions, padding
 
 SHARED = [

@@ -20,7 +20,7 @@ from fxpar.cost.communication import Collective, collectives
 from fxpar.cost.flops import split_flops
 from fxpar.cost.reasons import unsplit
 from fxpar.ir.program import Program, note, operands, output_layouts
-from fxpar.ops.coercions import copy_to, copy_to_shared, sum_gradients
+from fxpar.ops.collectives import copy_to, copy_to_shared, sum_gradients
 from fxpar.plan.plan import Plan
 from fxpar.verification import Verification
 from fxpar.verify.values import TOLERANCE, call_inputs, program_state, verify_values

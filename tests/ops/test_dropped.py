@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxpar.ops
-from fxpar.ops import counter, dropped
+from fxpar.ops import counter, random
 from fxpar.plan.plan import Plan
 from fxpar.runtime.inductor import Inductor
 
@@ -31,7 +31,7 @@ def words(count: int, p: float) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_bit_of_a_word_is_an_element(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    found = dropped.dropped(x, words(x.numel(), 0.3), 0.3)
+    found = random.dropped(x, words(x.numel(), 0.3), 0.3)
     assert torch.equal(found, counter.dropout(x, STATE, 0.3, ORIGIN, []))
 
 
@@ -46,12 +46,12 @@ def test_a_forward_and_its_backward_have_one_draw(monkeypatch: pytest.MonkeyPatc
     kernels = SimpleNamespace(
         DropoutShard=lambda *given: SimpleNamespace(**dict(zip(names, given, strict=True))), draw=draw
     )
-    monkeypatch.setitem(sys.modules, "fxpar.ops.kernels", kernels)
-    monkeypatch.setattr(fxpar.ops, "kernels", kernels, raising=False)
+    monkeypatch.setitem(sys.modules, "fxpar.ops.dropout_kernels", kernels)
+    monkeypatch.setattr(fxpar.ops, "dropout_kernels", kernels, raising=False)
 
     def step(x: Tensor, rng: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        y = dropped.dropout(x.sin(), rng, 0.3, ORIGIN, []) + x
-        return y, gradient + dropped.dropout(gradient, rng, 0.3, ORIGIN, []) * x.cos()
+        y = random.fused_dropout(x.sin(), rng, 0.3, ORIGIN, []) + x
+        return y, gradient + random.fused_dropout(gradient, rng, 0.3, ORIGIN, []) * x.cos()
 
     x, gradient = torch.randn(2, 4, 8, 64)
     mode = FakeTensorMode()

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fxpar.ops import sdpa
-from fxpar.ops.fused_attention import SdpaCall, kernel
+from fxpar.ops.sdpa import SdpaCall, kernel
 
 CASES = {
     "plain": (8, 8, False, None),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fxpar.ops.gates import halves, swiglu_gradient, swiglu_rows
+from fxpar.ops.grouped import halves, swiglu_gradient, swiglu_rows
 
 # Leading dimensions, rows, columns, experts.
 SIZES = (((), 7, 5, 3), ((2,), 9, 33, 2), ((1, 2), 4, 1030, 1), ((), 0, 4, 2))
@@ -52,6 +54,8 @@ def test_the_kernel_computes_the_plain_form(size: tuple[tuple[int, ...], int, in
     x, gradient = normal(*lead, rows, 2, width, dtype=dtype), normal(*lead, rows, width, dtype=dtype)
     counts = counted(lead, rows, experts)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    for run, operands in ((swiglu_rows, (x, counts)), (swiglu_gradient, (gradient, x, counts))):
+    runs: list[tuple[Any, tuple[torch.Tensor, ...]]]
+    runs = [(swiglu_rows, (x, counts)), (swiglu_gradient, (gradient, x, counts))]
+    for run, operands in runs:
         found = run(*(each.cuda() for each in operands)).cpu()
         torch.testing.assert_close(found, run(*operands), rtol=tolerance, atol=tolerance)

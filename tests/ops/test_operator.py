@@ -19,16 +19,16 @@ from fxpar.ir.program import Program, Property, TensorType, note, operands, tens
 from fxpar.layout.layout import I, Placement
 from fxpar.layout.symbolic_sizes import product
 from fxpar.manager import PassManager
-from fxpar.ops import OPERATORS, Operator
-from fxpar.ops.collectives import Group, sum_over
 from fxpar.ops.lower import lower
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import CollectiveSite, Gradients, LoweredCall, Reverse, Sent
+from fxpar.ops.operator import CollectiveSite, Gradients, LoweredCall, Operator, Reverse, Sent
+from fxpar.ops.process_group import Group, sum_over
+from fxpar.ops.registry import OPERATORS
 from fxpar.passes.differentiate import differentiate
 from fxpar.passes.training_passes import counted_steps
 from fxpar.rules import key_of, rule_of
+from fxpar.signatures.engine import Refusal, Rule, Signature
 from fxpar.signatures.op_call import OpCall
-from fxpar.signatures.rule import Refusal, Rule, Signature
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.simulate_ranks import run_ranks

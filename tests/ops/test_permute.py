@@ -12,10 +12,8 @@ from torch.nn import functional
 import fxpar
 from fxpar.errors import InputError
 from fxpar.ir.program import output_layouts
-from fxpar.ops.combine import dot_rows, moe_combine, take_weighed
-from fxpar.ops.grouped import expand_by_expert, grouped_linear, grouped_outer, sum_by_expert
-from fxpar.ops.grouped_kernels import _masks, _runs
-from fxpar.ops.permute import moe_permute, moe_unpermute, sort_by_expert
+from fxpar.ops.grouped import _masks, _runs, expand_by_expert, grouped_linear, grouped_outer, sum_by_expert
+from fxpar.ops.permute import dot_rows, moe_combine, moe_permute, moe_unpermute, sort_by_expert, take_weighed
 from fxpar.plan.plan import Plan
 from fxpar.verification import verify
 
@@ -159,7 +157,7 @@ def test_what_does_not_fit_is_refused(change: dict[str, Tensor], reason: str) ->
     given = {"hidden": x(3, H), "indices": torch.zeros(3, K, dtype=torch.int64), "weights": x(3, K)}
     given |= {"gate_up": x(E, 2 * N, H), "down": x(E, H, N)}
     with pytest.raises(InputError, match=reason):
-        fxpar.ops.experts(**{**given, **change})  # type: ignore[arg-type]
+        fxpar.ops.experts(**{**given, **change})
 
 
 class Grouped(nn.Module):

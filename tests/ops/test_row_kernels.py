@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from fxpar.ops.capacity_indices import dispatch_indices
-from fxpar.ops.combine import dot_rows, moe_combine, take_weighed
-from fxpar.ops.gates import swiglu_gradient, swiglu_rows
-from fxpar.ops.grouped import grouped_linear, grouped_outer
-from fxpar.ops.permute import moe_permute, moe_unpermute, sort_by_expert
+from fxpar.ops.grouped import grouped_linear, grouped_outer, swiglu_gradient, swiglu_rows
+from fxpar.ops.permute import dot_rows, moe_combine, moe_permute, moe_unpermute, sort_by_expert, take_weighed
 
 pytestmark = pytest.mark.gpu
 

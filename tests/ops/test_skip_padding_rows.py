@@ -11,14 +11,11 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.compile import compile_step
-from fxpar.ops import rows
-from fxpar.ops.collectives import Group
-from fxpar.ops.combine import take_weighed
-from fxpar.ops.gates import swiglu_gradient, swiglu_rows
-from fxpar.ops.grouped import grouped_linear
-from fxpar.ops.lower import lower
-from fxpar.ops.permute import moe_permute
-from fxpar.ops.skip_padding_rows import leave_unread
+from fxpar.ops import permute
+from fxpar.ops.grouped import grouped_linear, swiglu_gradient, swiglu_rows
+from fxpar.ops.lower import leave_unread, lower
+from fxpar.ops.permute import moe_permute, take_weighed
+from fxpar.ops.process_group import Group
 from fxpar.plan.plan import Plan
 from fxpar.verification import verify
 from tests.passes.experts import Routed, batch, dispatched
@@ -62,7 +59,7 @@ def test_what_they_hold_changes_nothing(name: str, monkeypatch: pytest.MonkeyPat
     filled = {"alltoall": 2, "exact": 2, "etp": 2, "capacity": 2, "recompute": 2}.get(name, 0)
     counted = written(lowered.module.graph)
     assert (counted[True] == filled and counted[False] >= 8) if leaves else not counted[False]
-    monkeypatch.setattr(rows, "UNREAD", math.nan)
+    monkeypatch.setattr(permute, "UNREAD", math.nan)
     for routing in ("learned", "one"):
         torch.manual_seed(0)
         report = verify(Routed(routing), batch(5), Plan(**own))
@@ -126,7 +123,7 @@ def test_rows_in_several_blocks_have_zeros_between_them() -> None:
 
 
 def test_operators_leave_what_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "UNREAD", math.nan)
+    monkeypatch.setattr(permute, "UNREAD", math.nan)
     order, counts = torch.tensor([3, 0, -1]), torch.tensor([1, 1])
     x, weights, matrices = torch.randn(2, 4), torch.rand(2, 2), torch.randn(2, 5, 4)
     gates, gradient = torch.randn(3, 2, 4), torch.randn(3, 4)

@@ -7,7 +7,7 @@ import torch
 
 from fxpar.errors import InputError
 from fxpar.ops.dropped_attention import dropped_attention
-from fxpar.ops.peer_memory import added, arrived, one_shot_sum, send_copies, take_copies, taken_sum
+from fxpar.ops.peer_copies import added, arrived, one_shot_sum, send_copies, take_copies, taken_sum
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,10 @@ import fxpar
 
 names = [module.name for module in pkgutil.walk_packages(fxpar.__path__, "fxpar.") if module.name != "fxpar.__main__"]
 if importlib.util.find_spec("triton") is None:
-    for name in ("kernels", "row_kernels", "gate_kernels", "dropped_kernels", "dropped_launches", "counter_kernels"):
+    for name in ("dropout_kernels", "row_kernels", "dropped_kernels"):
         names.remove(f"fxpar.ops.{name}")
-    names.remove("fxpar.exchange.push_kernels")
-    names.remove("fxpar.exchange.push_rows")
-    names.remove("fxpar.exchange.push_blocks")
-    names.remove("fxpar.exchange.push_needed")
+    names.remove("fxpar.peer_memory.push_kernels")
+    names.remove("fxpar.peer_memory.push_needed")
 for name in names:
     file = importlib.import_module(name).__file__
     assert file is not None and Path(file).is_relative_to(wheel), (name, file)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from fxpar.capture.capture import Captured, capture
 from fxpar.ir.program import Program
-from fxpar.ops import experts
+from fxpar.ops.expert_layer import experts
 from fxpar.plan.plan import Plan
 from fxpar.verify.simulate_ranks import SimulationResult
 from fxpar.verify.values import ValueReport, call_inputs, program_state, verify_values

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fxpar.ir.program import operands
 from fxpar.manager import PassManager
-from fxpar.ops.coercions import sum_gradients
+from fxpar.ops.collectives import sum_gradients
 from fxpar.passes.coalesce import coalesce
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program

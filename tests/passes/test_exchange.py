@@ -15,7 +15,7 @@ from fxpar.errors import CheckFailed
 from fxpar.ir.program import note
 from fxpar.ir.regions import inlined, region_of
 from fxpar.manager import PassManager
-from fxpar.ops.collectives import Group
+from fxpar.ops.process_group import Group
 from fxpar.passes.exchange import exchange, exchange_over
 from fxpar.passes.training_passes import counted_steps, step_passes
 from fxpar.text.parsing import parse_program

@@ -9,7 +9,7 @@ from torch.nn import functional
 from fxpar.errors import LayoutError, PassError
 from fxpar.ir.program import Program, note, operands, output_layouts
 from fxpar.layout.layout import I, P
-from fxpar.ops.coercion_table import COERCION_OF
+from fxpar.ops.collectives import COERCION_OF
 from fxpar.passes import insert_collectives
 from fxpar.text.parsing import parse_program
 from fxpar.verify.static import verify_static

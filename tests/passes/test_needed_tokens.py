@@ -19,7 +19,7 @@ from fxpar.experts.compiler import dispatch
 from fxpar.ir.program import Program, note
 from fxpar.ir.regions import inlined
 from fxpar.manager import PassManager
-from fxpar.ops.collectives import Group
+from fxpar.ops.process_group import Group
 from fxpar.ops.selective_dispatch import needed_part
 from fxpar.passes.training_passes import counted_steps
 from fxpar.plan.plan import Plan

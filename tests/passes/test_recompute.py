@@ -16,8 +16,8 @@ from fxpar.cost.measure import measure
 from fxpar.ir.program import Program, note
 from fxpar.ir.regions import inlined
 from fxpar.ir.step import RECOMPUTE
-from fxpar.ops.collectives import Group
 from fxpar.ops.lower import lower
+from fxpar.ops.process_group import Group
 from fxpar.plan.plan import Plan
 from fxpar.verify.values import call_inputs, program_state, verify_values
 from tests.products import product

@@ -21,8 +21,8 @@ from fxpar.ir.program import Program, note
 from fxpar.ir.regions import regions
 from fxpar.ir.step import RECOMPUTE
 from fxpar.manager import PassManager
-from fxpar.ops.collectives import Group
 from fxpar.ops.lower import lower
+from fxpar.ops.process_group import Group
 from fxpar.passes.outline_layers import outline_layers
 from fxpar.passes.training_passes import step_passes
 from fxpar.plan.cost import Cost

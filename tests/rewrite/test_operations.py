@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from fxpar.errors import FxparError
-from fxpar.ops import OPERATORS
+from fxpar.ops.registry import OPERATORS
 from fxpar.testing import sampled_operations
 from fxpar.testing.ranks import Sample
 from fxpar.testing.samples import Draw

@@ -11,7 +11,7 @@ from fxpar.ir.program import Property, output_layouts
 from fxpar.layout.layout import padded_shard
 from fxpar.layout.shards import local_block
 from fxpar.layout.symbolic_sizes import shape_text
-from fxpar.ops.coercions import dual_layout
+from fxpar.ops.collectives import dual_layout
 from fxpar.passes.differentiate import differentiate
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import placement_text, print_program

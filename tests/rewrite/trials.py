@@ -22,8 +22,7 @@ from fxpar.ir.program import Input, Note, Parameter, Program, Property, TensorTy
 from fxpar.layout.layout import I, Layout, Placement, R, fits
 from fxpar.layout.nesting import pieces_of
 from fxpar.layout.shards import local_block
-from fxpar.ops.coercion_table import coercion
-from fxpar.ops.coercions import dual_layout
+from fxpar.ops.collectives import coercion, dual_layout
 from fxpar.passes.differentiate import differentiate
 from fxpar.passes.localize import localize
 from fxpar.plan.plan import Plan

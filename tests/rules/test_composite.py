@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fxpar.layout.layout import R
-from fxpar.ops.functions import function as kept
 from fxpar.ops.random import attention, dropout, dropout_labels, own_bits
+from fxpar.ops.small_operators import function as kept
 from fxpar.rules import OpCall, Rule
 from fxpar.signatures.matmul import attention_labels
 from fxpar.signatures.pointwise import pointwise_labels

@@ -22,10 +22,9 @@ from fxpar.ir.program import output_layouts
 from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, shard
 from fxpar.layout.nesting import spelled
 from fxpar.mesh.axes import coordinates, joined_names
-from fxpar.ops.coercion_table import COERCION_OF
-from fxpar.ops.coercions import CONJUGATE, dual_layout
-from fxpar.ops.collectives import Group
+from fxpar.ops.collectives import COERCION_OF, CONJUGATE, dual_layout
 from fxpar.ops.lower import lower
+from fxpar.ops.process_group import Group
 from fxpar.plan.cost import Cost
 from fxpar.rules.conversion import coerced, conversions
 from fxpar.testing.trial import fits, holds, holds_gradient, spread, spread_gradient

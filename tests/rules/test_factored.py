@@ -10,8 +10,7 @@ import torch
 from fxpar.errors import LayoutError
 from fxpar.ir.operators import as_parameter, held_fraction, pending, shared_fraction
 from fxpar.layout.layout import I, Placement, R, parse_placement, shard
-from fxpar.ops.coercion_table import coercion
-from fxpar.ops.coercions import copy_to_shared, split_shared
+from fxpar.ops.collectives import coercion, copy_to_shared, split_shared
 from fxpar.rules import OpCall
 from fxpar.testing.check import check_operation, sample
 from fxpar.testing.ranks import local_positions

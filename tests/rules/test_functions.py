@@ -17,7 +17,7 @@ from fxpar.ir.program import TensorType
 from fxpar.layout.layout import I, R, shard
 from fxpar.layout.symbolic_sizes import symbol
 from fxpar.manager import PassManager
-from fxpar.ops.functions import function, why_whole
+from fxpar.ops.small_operators import function, why_whole
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.rules import OpCall, Refusal, inferred, rule_of
 from fxpar.signatures.autograd_functions import nonlinearity

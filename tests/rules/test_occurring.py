@@ -13,8 +13,7 @@ from torch import nn
 from fxpar.capture.capture import capture
 from fxpar.ir.program import Program, operands, output_types
 from fxpar.manager import PassManager
-from fxpar.ops.coercion_table import COERCION_OF
-from fxpar.ops.coercions import sum_gradients
+from fxpar.ops.collectives import COERCION_OF, sum_gradients
 from fxpar.ops.random import axis_index
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.rules import key_of, rules

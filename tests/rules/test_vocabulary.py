@@ -15,7 +15,7 @@ from fxpar.layout.layout import I, P, Placement, R, padded_shard, shard
 from fxpar.layout.shards import local_block
 from fxpar.layout.symbolic_sizes import shape_text
 from fxpar.mesh.axes import coordinates
-from fxpar.ops import COMPOSITE_OF
+from fxpar.ops.registry import COMPOSITE_OF
 from fxpar.ops.vocabulary import cross_entropy, embedding, nll_loss, topk
 from fxpar.plan.plan import Plan
 from fxpar.rules import OpCall, Refusal, infer, rule_of

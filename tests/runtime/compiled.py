@@ -17,7 +17,7 @@ import fxpar
 from fxpar.compile import compile_step
 from fxpar.cost.seconds import travels
 from fxpar.ir.regions import inlined
-from fxpar.ops.coercions import sum_gradients
+from fxpar.ops.collectives import sum_gradients
 from tests.runtime import models
 from tests.runtime.jobs import Found, gradients, tp
 from tests.zoo import CASES

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 import fxpar
-from fxpar.exchange import symmetric_buffer
-from fxpar.exchange.device import DeviceMailbox
-from fxpar.exchange.needed import needs
-from fxpar.ops import needed_copies, peer_memory
+from fxpar.ops import peer_copies
+from fxpar.peer_memory import symmetric_buffer
+from fxpar.peer_memory.device import DeviceMailbox
+from fxpar.peer_memory.symmetric_buffer import needs
 from fxpar.runtime.graphs.full import Iteration
 from fxpar.runtime.steps import FinishedForward
 from tests.runtime.graphed import gpt2, llama, mixtral, train, words
@@ -113,17 +113,17 @@ def several() -> None:
         parts = [torch.randint(-9, 9, (size * (size + 1), 3), generator=g).to(device, dtype) for g in seeds]
         own, whole = parts[rank], torch.stack(parts)
         blocks = whole.view(size, size, size + 1, 3)
-        total = peer_memory.summed(peer_memory.start_sum(own, "several", 1), "several", 1)
-        gathered = peer_memory.gathered(peer_memory.start_gather(own, "several", 2), *cut, "several", 2)
-        scattered = peer_memory.scattered(peer_memory.start_scatter(own, *cut, size, "several", 3), "several", 3)
-        sent = peer_memory.start_exchange(own, *cut, size, "several", 4)
-        exchanged = peer_memory.exchanged(sent, 0, cut[1], "several", 4)
-        shot = peer_memory.sum_in_one_shot(own, "several", 5)
+        total = peer_copies.summed(peer_copies.start_sum(own, "several", 1), "several", 1)
+        gathered = peer_copies.gathered(peer_copies.start_gather(own, "several", 2), *cut, "several", 2)
+        scattered = peer_copies.scattered(peer_copies.start_scatter(own, *cut, size, "several", 3), "several", 3)
+        sent = peer_copies.start_exchange(own, *cut, size, "several", 4)
+        exchanged = peer_copies.exchanged(sent, 0, cut[1], "several", 4)
+        shot = peer_copies.sum_in_one_shot(own, "several", 5)
         # Experts of each token, two a rank and some beyond them; and what each rank made of all tokens.
         chosen = torch.randint(0, 2 * size + 2, (len(own), 3), generator=torch.Generator().manual_seed(turn)).to(device)
         tokens = len(own) // size  # of each rank
-        expanded = needed_copies.expanded(own[:tokens], chosen, 2, size, "several", 6)
-        summed = needed_copies.summed(own.unsqueeze(0), chosen, 2, size, "several", 7)
+        expanded = peer_copies.expand_copied(own[:tokens], chosen, 2, size, "several", 6)
+        summed = peer_copies.sum_copied(own.unsqueeze(0), chosen, 2, size, "several", 7)
         torch.cuda.synchronize()
         wanted = needs(chosen, 2, rank).unsqueeze(-1)
         assert torch.equal(expanded[0], torch.cat([part[:tokens] for part in parts]).where(wanted, 0))

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpar
 from fxpar.errors import RankError
-from fxpar.exchange import symmetric_buffer
-from fxpar.exchange.cpu_symmetric_buffer import HostMailbox
-from fxpar.ops import peer_memory, process_group
+from fxpar.ops import peer_copies, process_group
+from fxpar.peer_memory import symmetric_buffer
+from fxpar.peer_memory.cpu_symmetric_buffer import HostMailbox
 from fxpar.runtime.world import World
 from tests.runtime.compiled import Deep, Seen, watched
 from tests.runtime.graphed import VOCABULARY, gpt2, llama
@@ -167,24 +167,24 @@ def each_kind(dtype: torch.dtype, shape: tuple[int, ...]) -> list[str]:
     cut = (1, [(1, None)])
     found = {
         "sum": (
-            peer_memory.summed(peer_memory.start_sum(x, name, 1), name, 1),
-            process_group.summed(process_group.start_sum(x, group, size)),
+            peer_copies.summed(peer_copies.start_sum(x, name, 1), name, 1),
+            process_group.arrived(process_group.start_sum(x, group)),
         ),
         "gather": (
-            peer_memory.gathered(peer_memory.start_gather(x, name, 2), *cut, name, 2),
-            process_group.gathered(process_group.start_gather(x, group, size), *cut),
+            peer_copies.gathered(peer_copies.start_gather(x, name, 2), *cut, name, 2),
+            process_group.put_in_places(process_group.start_gather(x, group, size), *cut),
         ),
         "scatter": (
-            peer_memory.scattered(peer_memory.start_scatter(x, *cut, size, name, 3), name, 3),
+            peer_copies.scattered(peer_copies.start_scatter(x, *cut, size, name, 3), name, 3),
             process_group.scattered(process_group.start_scatter(x, *cut, group, size)),
         ),
         "one shot": (
-            peer_memory.sum_in_one_shot(x, name, 5),
-            process_group.summed(process_group.start_sum(x, group, size)),
+            peer_copies.sum_in_one_shot(x, name, 5),
+            process_group.arrived(process_group.start_sum(x, group)),
         ),
         "exchange": (
-            peer_memory.exchanged(peer_memory.start_exchange(x, *cut, size, name, 4), 0, cut[1], name, 4),
-            process_group.exchanged(process_group.start_exchange(x, *cut, group, size), 0, cut[1]),
+            peer_copies.exchanged(peer_copies.start_exchange(x, *cut, size, name, 4), 0, cut[1], name, 4),
+            process_group.put_in_places(process_group.start_exchange(x, *cut, group, size), 0, cut[1]),
         ),
     }
     odd = [kind for kind, (own, other) in found.items() if not torch.equal(own, other)]
@@ -202,8 +202,8 @@ def one_shot(size: int) -> bool:
     own = other = x
     with symmetric_buffer.poisoned():
         for buffer in (1, 2, 1, 2):
-            own = peer_memory.sum_in_one_shot(own, name, buffer) / (2 + world.rank)
-            other = process_group.summed(process_group.start_sum(other, world.groups["tp"].name, 2)) / (2 + world.rank)
+            own = peer_copies.sum_in_one_shot(own, name, buffer) / (2 + world.rank)
+            other = process_group.arrived(process_group.start_sum(other, world.groups["tp"].name)) / (2 + world.rank)
     symmetric_buffer.close([name])
     return torch.equal(own, other)
 
@@ -215,13 +215,13 @@ def lost() -> str:
     symmetric_buffer.register(name, made)
     x = torch.ones(4)
     for buffer in (1, 2, 1):
-        peer_memory.summed(peer_memory.start_sum(x, name, buffer), name, buffer)
+        peer_copies.summed(peer_copies.start_sum(x, name, buffer), name, buffer)
     if world.rank == 1:
         time.sleep(2.0)
         symmetric_buffer.close([name])
         return ""
     try:
-        peer_memory.summed(peer_memory.start_sum(x, name, 2), name, 2)
+        peer_copies.summed(peer_copies.start_sum(x, name, 2), name, 2)
     except RankError as error:
         return str(error)
     finally:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fxpar
-from fxpar.exchange import needed, symmetric_buffer
-from fxpar.exchange.cpu_symmetric_buffer import HostMailbox
-from fxpar.ops import needed_copies
+from fxpar.ops import peer_copies
 from fxpar.ops import selective_dispatch as operators
+from fxpar.peer_memory import symmetric_buffer
+from fxpar.peer_memory.cpu_symmetric_buffer import HostMailbox
 from tests.passes.experts import ROWS, Routed, batch
 from tests.runtime.jobs import gradients
 
@@ -35,14 +35,14 @@ def _model(routing: str, experts: int, choices: int) -> Routed:
 def _counted() -> Iterator[list[int]]:
     """The numbers of rows that this rank writes into the memory of others."""
     found: list[int] = []
-    copy_rows = needed.copy_rows
+    copy_rows = symmetric_buffer.copy_rows
 
     def counting(there: Tensor, rows: Tensor, wanted: Tensor) -> None:
         found.append(int(wanted.sum()))
         copy_rows(there, rows, wanted)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(needed, "copy_rows", counting)
+        patch.setattr(symmetric_buffer, "copy_rows", counting)
         yield found
 
 
@@ -119,12 +119,12 @@ def each_way(dtype: torch.dtype, lead: tuple[int, ...], tokens: int, choices: in
     y = torch.randint(-9, 9, (*lead, 1, size * tokens, width), generator=generator).to(dtype)
     index, odd = torch.tensor(world.rank), []
     for buffer in (1, 2, 1, 2):
-        expanded = needed_copies.expanded(x, chosen, own, size, name, buffer)
+        expanded = peer_copies.expand_copied(x, chosen, own, size, name, buffer)
         started = operators.start_tokens(x, group, size)
         if not torch.equal(expanded, operators.needed_tokens(started, chosen, own, index)):
             odd.append(f"expanded {buffer}")
     for buffer in (1, 2, 1, 2):
-        summed = needed_copies.summed(y, chosen, own, size, name, buffer)
+        summed = peer_copies.sum_copied(y, chosen, own, size, name, buffer)
         if not torch.equal(summed, operators.needed_sums(operators.start_sums(y, chosen, own, group, size, index))):
             odd.append(f"summed {buffer}")
     symmetric_buffer.close([name])

@@ -15,12 +15,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from fxpar.compile import compile_model, compile_step, lower_program
-from fxpar.exchange.row_programs import Extent, RowProgram, RowStep, read
 from fxpar.ir.program import TensorType, note
 from fxpar.layout.layout import Placement
 from fxpar.layout.symbolic_sizes import evaluate
-from fxpar.ops import peer_memory
-from fxpar.ops.collectives import Group
+from fxpar.ops import peer_copies
+from fxpar.ops.process_group import Group
+from fxpar.peer_memory.row_programs import Extent, RowProgram, RowStep, read
 from fxpar.plan.plan import Plan
 from fxpar.runtime import inductor
 from fxpar.runtime.allreduce_epilogue_fusion import sums_in_rows
@@ -35,7 +35,7 @@ WIDTH = 24
 
 
 def total(x: Tensor) -> Tensor:
-    return peer_memory.sum_in_one_shot(x, NAME, 1)
+    return peer_copies.sum_in_one_shot(x, NAME, 1)
 
 
 def residual(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
@@ -114,7 +114,7 @@ def of_another_type(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
 def twice(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
     """Two sums, of which the second one takes what the first one's group gives."""
     first = total(x) + r.view(x.shape)
-    second = peer_memory.sum_in_one_shot(F.layer_norm(first, (WIDTH,)) @ torch.outer(w, b), NAME, 2)
+    second = peer_copies.sum_in_one_shot(F.layer_norm(first, (WIDTH,)) @ torch.outer(w, b), NAME, 2)
     return [F.layer_norm(second + first, (WIDTH,), w)]
 
 
@@ -129,7 +129,7 @@ def over_columns(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
 def later(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
     """What it is added to comes behind another sum."""
     held = total(x)
-    other = peer_memory.sum_in_one_shot(r.view(x.shape), NAME, 2)
+    other = peer_copies.sum_in_one_shot(r.view(x.shape), NAME, 2)
     return [held + other.relu()]
 
 
@@ -214,7 +214,7 @@ def test_what_is_taken_of_sums_that_copies_began(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, step: Step, count: list[int]
 ) -> None:
     def copies(x: Tensor) -> Tensor:
-        return peer_memory.summed(peer_memory.start_sum(x, NAME, 1), NAME, 1)
+        return peer_copies.summed(peer_copies.start_sum(x, NAME, 1), NAME, 1)
 
     pair.size = 4
     monkeypatch.setitem(globals(), "total", copies)

@@ -15,7 +15,7 @@ import fxpar
 from fxpar.compile import compile_model, compile_step, lower_program
 from fxpar.ir.program import Note, ScalarType, TensorType, note, output_node, set_note
 from fxpar.mesh.axes import joined_names
-from fxpar.ops.collectives import Group
+from fxpar.ops.process_group import Group
 from fxpar.runtime import inductor
 from fxpar.runtime import units as units_module
 from fxpar.runtime.units import Segment, StepUnits, computing_again, dense, is_number, units_of

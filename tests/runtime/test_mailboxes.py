@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar.exchange.watch import Watchdog
+from fxpar.peer_memory.device import Watchdog
 from fxpar.runtime import mailboxes
 from fxpar.runtime.mailboxes import why_not_copy
 from tests.runtime import mailbox_jobs

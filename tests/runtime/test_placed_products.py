@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxpar
-from fxpar.ops import products
-from fxpar.ops.products import Destination, into, placed_product
+from fxpar.ops import small_operators
+from fxpar.ops.small_operators import Destination, into, placed_product
 from fxpar.runtime.inductor import place_products
 
 
@@ -90,13 +90,13 @@ class Net(nn.Module):
 @pytest.mark.parametrize("hooks", [False, True], ids=["plain", "hooks"])
 def test_gradients_are_those_of_autograd(monkeypatch: pytest.MonkeyPatch, impl: str, hooks: bool) -> None:
     written: list[bool] = []
-    before = products._fits
+    before = small_operators._fits
 
     def fits(place: Tensor, a: Tensor, b: Tensor) -> bool:
         written.append(before(place, a, b))
         return written[-1]
 
-    monkeypatch.setattr(products, "_fits", fits)
+    monkeypatch.setattr(small_operators, "_fits", fits)
     torch.manual_seed(0)
     reference = Net().double()
     batch = {"ids": torch.randint(7, (3, 5)), "labels": torch.randint(7, (3, 5))}

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxpar.exchange import symmetric_buffer
-from fxpar.exchange.symmetric_buffer import Mailbox
-from fxpar.ops import peer_memory
+from fxpar.ops import peer_copies
+from fxpar.peer_memory import symmetric_buffer
+from fxpar.peer_memory.symmetric_buffer import Mailbox
 from fxpar.plan.plan import Plan
 from fxpar.runtime.inductor import Inductor
 
@@ -74,27 +74,27 @@ Kind = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def total(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    sent = peer_memory.start_sum(x, NAME, 1)
+    sent = peer_copies.start_sum(x, NAME, 1)
     beside = w @ w
-    return peer_memory.summed(sent, NAME, 1).relu(), beside
+    return peer_copies.summed(sent, NAME, 1).relu(), beside
 
 
 def gather(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    sent = peer_memory.start_gather(x, NAME, 1)
+    sent = peer_copies.start_gather(x, NAME, 1)
     beside = w @ w
-    return peer_memory.gathered(sent, 0, WHOLE, NAME, 1), beside
+    return peer_copies.gathered(sent, 0, WHOLE, NAME, 1), beside
 
 
 def scatter(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    sent = peer_memory.start_scatter(x, 2, WHOLE, 2, NAME, 1)
+    sent = peer_copies.start_scatter(x, 2, WHOLE, 2, NAME, 1)
     beside = w @ w
-    return peer_memory.scattered(sent, NAME, 1), beside
+    return peer_copies.scattered(sent, NAME, 1), beside
 
 
 def exchange(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    sent = peer_memory.start_exchange(x, 2, WHOLE, 2, NAME, 1)
+    sent = peer_copies.start_exchange(x, 2, WHOLE, 2, NAME, 1)
     beside = w @ w
-    return peer_memory.exchanged(sent, 0, WHOLE, NAME, 1), beside
+    return peer_copies.exchanged(sent, 0, WHOLE, NAME, 1), beside
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.matrix)], ids=str)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fxpar.layout.layout import I, Layout, Piece, Placement, R
-from fxpar.ops.coercion_table import coercion
+from fxpar.ops.collectives import coercion
 from fxpar.rules import Refusal, call_of, infer, rule_of, seed_signature
 from fxpar.testing.check import make_node
 from fxpar.testing.sampled_operations import operations

@@ -12,10 +12,10 @@ from fxpar.ir.program import DTYPES, Input, Note, Parameter, Program, ScalarType
 from fxpar.ir.symbols import Symbol
 from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, V, shard
 from fxpar.layout.symbolic_sizes import Size, symbol
-from fxpar.ops import OPERATORS
-from fxpar.ops.coercions import reduce_from
-from fxpar.ops.functions import function
+from fxpar.ops.collectives import reduce_from
 from fxpar.ops.random import axis_index, dropout
+from fxpar.ops.registry import OPERATORS
+from fxpar.ops.small_operators import function
 from fxpar.plan.plan import Plan
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from fxpar.bisection import Bisection, Culprit, bisect, complete
 from fxpar.errors import CheckFailed, PassError
 from fxpar.ir.program import Program, note, set_note
 from fxpar.manager import Pass
-from fxpar.ops.coercions import reduce_from
+from fxpar.ops.collectives import reduce_from
 from fxpar.passes import DEFAULT_PASSES
 from tests.verify.cases import prepared, program
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fxpar.ops.coercion_table import COERCION_OF
+from fxpar.ops.collectives import COERCION_OF
 
 ROWS = {row.operator.__name__: row for row in COERCION_OF.values()}
 

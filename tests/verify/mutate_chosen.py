@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from fxpar.ops import COMPOSITE_OF, OPERATORS
+from fxpar.ops.registry import COMPOSITE_OF, OPERATORS
 from tests.verify.edits import Edit, Edits
 from tests.verify.lines import Line, Source
 

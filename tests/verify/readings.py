@@ -20,9 +20,8 @@ from fxpar.ir.program import Program, TensorType, operands, output_layouts, outp
 from fxpar.ir.step import RNG_PATH
 from fxpar.layout.layout import Layout
 from fxpar.layout.symbolic_sizes import evaluate
-from fxpar.ops import Operator
-from fxpar.ops.coercion_table import COERCION_OF
-from fxpar.ops.coercions import sum_gradients
+from fxpar.ops.collectives import COERCION_OF, sum_gradients
+from fxpar.ops.operator import Operator
 from fxpar.ops.random import axis_index
 from fxpar.verify.promote import promote, wide
 from fxpar.verify.shapes import whole_arguments

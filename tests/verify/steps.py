@@ -15,7 +15,7 @@ from fxpar.compile import compile_model, compile_step
 from fxpar.ir.program import Program, has_note, note, output_node, set_note
 from fxpar.ir.regions import inlined
 from fxpar.ir.step import is_forward, is_gradient
-from fxpar.ops.coercion_table import COERCION_OF
+from fxpar.ops.collectives import COERCION_OF
 from fxpar.ops.operator import Operator
 from fxpar.plan.plan import Plan
 from fxpar.verify.simulate_ranks import SimulationResult

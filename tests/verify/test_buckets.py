@@ -9,7 +9,7 @@ from fxpar.compile import compile_step
 from fxpar.errors import CheckFailed
 from fxpar.ir.program import Program
 from fxpar.ir.step import gradient_name, is_gradient
-from fxpar.ops.coercions import all_reduce_coalesced
+from fxpar.ops.collectives import all_reduce_coalesced
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import verify_static

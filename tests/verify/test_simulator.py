@@ -20,10 +20,9 @@ from fxpar.layout.layout import Piece, Placement, fits
 from fxpar.layout.nesting import pieces_of
 from fxpar.layout.shards import block, whole
 from fxpar.layout.symbolic_sizes import shape_text
-from fxpar.ops.coercion_table import coercion
-from fxpar.ops.coercions import CONJUGATE, all_reduce, reduce_from
-from fxpar.ops.collectives import Group
+from fxpar.ops.collectives import CONJUGATE, all_reduce, coercion, reduce_from
 from fxpar.ops.lower import Lowered, lower
+from fxpar.ops.process_group import Group
 from fxpar.testing.ranks import agree_gradient, place_gradient
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import placement_text

@@ -14,7 +14,7 @@ from torch import fx
 
 from fxpar.ir.program import ScalarType, TensorType, note, set_note, tensor_type
 from fxpar.layout.symbolic_sizes import Size, simplify
-from fxpar.ops.shard_over import shard_over
+from fxpar.ops.rank_dim import shard_over
 
 aten = torch.ops.aten
 

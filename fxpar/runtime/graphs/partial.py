@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fxpar.errors import InputError
-from fxpar.ops.products import Destination
+from fxpar.ops.small_operators import Destination
 from fxpar.runtime.calls import ForwardCalls, GradientSink, StepCalls, UnitCall, Values
 from fxpar.runtime.graphs.pool import Flight, Pool, Recording
 

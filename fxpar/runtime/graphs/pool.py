@@ -17,10 +17,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.errors import InputError
-from fxpar.ops.products import Destination, destinations, into
+from fxpar.ops.small_operators import Destination, destinations, into
+from fxpar.torch_internals import disable_current_modes
 
 Result = TypeVar("Result")
 
@@ -210,7 +211,7 @@ class Tape:
         geometry = tuple(value.shape), value.stride(), value.storage_offset(), value.dtype
         views = self.reads.setdefault(_number(value), {})
         if geometry not in views:
-            with _disable_current_modes():
+            with disable_current_modes():
                 views[geometry] = value.detach()
         return views[geometry]
 
@@ -290,7 +291,7 @@ def opaque(function: Boxed) -> Boxed:
                 return function(list(args[: len(inputs)]))
 
         written = [place.tensor for place in places]
-        with _disable_current_modes():
+        with disable_current_modes():
             tape.keep_values(written)
             outputs = function(list(inputs))
         tape.add(again, [*inputs, *written], {}, outputs)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpar.ops import counter, dropped
+from fxpar.ops import counter, random
 from fxpar.ops.counter import IndexCut
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +50,7 @@ def test_the_kernel_draws_the_bits_of_the_plain_form(
     on_device = [cut._replace(before=cut.before.cuda()) for cut in on_host]
 
     def call(value: Tensor, rng: Tensor) -> Tensor:
-        return dropped.dropout(value, rng, 0.3, ORIGIN, on_device)
+        return random.fused_dropout(value, rng, 0.3, ORIGIN, on_device)
 
     found = (torch.compile(call, fullgraph=True) if is_compiled else call)(ours, state().cuda())
     assert torch.equal(found.cpu(), wanted)
@@ -71,14 +71,14 @@ def test_words_say_of_each_element_what_the_plain_form_does(
     origin = torch.tensor(ORIGIN, device="cuda") if is_operand else ORIGIN
 
     def call(value: Tensor, rng: Tensor) -> Tensor:
-        return dropped.dropout(value, rng, 0.3, origin, on_device)
+        return random.fused_dropout(value, rng, 0.3, origin, on_device)
 
-    graph = make_fx(call, decomposition_table=dropped.DECOMPOSITIONS)(x.cuda(), state().cuda())
+    graph = make_fx(call, decomposition_table=random.DECOMPOSITIONS)(x.cuda(), state().cuda())
     assert "drawn_words" in graph.code
     assert torch.equal(graph(x.cuda(), state().cuda()).cpu(), wanted)
 
 
 def test_a_large_tensor_is_dropped_at_its_rate() -> None:
     x = torch.ones(1 << 24, device="cuda")
-    found = dropped.dropout(x, state().cuda(), 0.1, ORIGIN, [])
+    found = random.fused_dropout(x, state().cuda(), 0.1, ORIGIN, [])
     assert abs(float((found == 0).double().mean()) - 0.1) < 5 * (0.09 / x.numel()) ** 0.5

@@ -2,32 +2,30 @@
 
 Enters: a process group whose GPUs reach each other's memory. Leaves: a `Mailbox` whose copies run on a stream of their
 own. Nothing of that needs a multiprocessor: copies are the copy engines', and streams wait for flags and raise them by
-the driver's stream memory operations. A sum beside which nothing is computed is a kernel (`push_rows`, `push_kernels`,
-of more than two ranks `push_blocks`), and so are rows of which values say where they go (`push_needed`). All of it can
-be captured.
+the driver's stream memory operations. A sum beside which nothing is computed is a kernel (`push_kernels`), and so
+are rows of which values say where they go (`push_needed`). All of it can be captured.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from fxpar.errors import InputError, RankError
-from fxpar.exchange.driver import allow_while_captured, copy, take_down, write_value
-from fxpar.exchange.needed import slot_stride
-from fxpar.exchange.row_programs import fits, sum_alone
-from fxpar.exchange.streams import current_stream, raw_stream
-from fxpar.exchange.sums import row_blocks
-from fxpar.exchange.symmetric_buffer import Mailbox
-from fxpar.exchange.watch import end_process
+from fxpar.peer_memory.row_programs import fits, sum_alone
+from fxpar.peer_memory.symmetric_buffer import Mailbox, row_blocks, slot_stride
 
 _WORD = 4
 # Seconds for which the flags of a stopped mailbox are raised again, and from one time to the next; and within which the
@@ -133,7 +131,7 @@ class DeviceMailbox(Mailbox):
             return self.rows_of_total(buffer, x, sum_alone(width).text, (), is_sent)[0]
         if self.size > 2:
             return super().total(buffer, x, is_sent)
-        from fxpar.exchange.push_kernels import push_sum
+        from fxpar.peer_memory.push_kernels import push_sum
 
         there, here, flags_there, flags_here = self._ends(buffer, x)
         return push_sum(x.view(-1), there.view(-1), here.view(-1), flags_there, flags_here, self._stop).view(x.shape)
@@ -143,10 +141,10 @@ class DeviceMailbox(Mailbox):
     ) -> list[Tensor]:
         """By one kernel too, behind the copies if there are any."""
         if self.size == 2:
-            from fxpar.exchange.push_rows import push_rows
+            from fxpar.peer_memory.push_kernels import push_rows
 
             return push_rows(text, x, *self._ends(buffer, x), self._stop, operands)
-        from fxpar.exchange.push_blocks import push_blocks
+        from fxpar.peer_memory.push_kernels import push_blocks
 
         areas = self.areas(buffer, row_blocks(x, self.size).bytes)
         if is_sent:
@@ -156,14 +154,14 @@ class DeviceMailbox(Mailbox):
 
     def expanded(self, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
         """By one kernel."""
-        from fxpar.exchange.push_needed import push_expanded
+        from fxpar.peer_memory.push_needed import push_expanded
 
         areas = self._slots(buffer, x)
         return push_expanded(x, chosen, per_rank, self.rank, areas, self._kernel_flags(buffer), self._stop)
 
     def summed(self, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
         """By one kernel."""
-        from fxpar.exchange.push_needed import push_summed
+        from fxpar.peer_memory.push_needed import push_summed
 
         areas = self._slots(buffer, x[0])
         return push_summed(x, chosen, per_rank, self.rank, areas, self._kernel_flags(buffer), self._stop)
@@ -180,7 +178,7 @@ class DeviceMailbox(Mailbox):
 
     def _kernel_flags(self, buffer: int) -> Sequence[Tensor]:
         """Those of all ranks that kernels raise, int32[FLAGS] each."""
-        from fxpar.exchange.push_kernels import FLAGS
+        from fxpar.peer_memory.push_kernels import FLAGS
 
         if buffer not in self._flags:
             areas = self.areas(-buffer, FLAGS * _WORD)
@@ -235,3 +233,224 @@ def _expect(through: threading.Event, error: RankError) -> None:
     """Ends this process where nothing gets through to its device, as the rank that it waits for is gone."""
     if not through.wait(_THROUGH):
         end_process(error)
+
+
+_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+_WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_NAME = "libcuda.so.1"
+
+
+class _Operation(ctypes.Structure):
+    """CUstreamBatchMemOpParams of a wait or a write, which is a union of 48 bytes."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("operation", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("alias", ctypes.c_uint64),
+        ("rest", ctypes.c_uint64),
+    ]
+
+
+@cache
+def _driver() -> Any:
+    """The driver.
+
+    Raises:
+        OSError: there is none.
+    """
+    library = ctypes.CDLL(_NAME)
+    library.cuStreamWriteValue32_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    library.cuStreamWriteValue32_v2.restype = ctypes.c_int
+    library.cuStreamBatchMemOp_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
+    library.cuStreamBatchMemOp_v2.restype = ctypes.c_int
+    library.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    library.cuMemcpyDtoDAsync_v2.restype = ctypes.c_int
+    library.cuThreadExchangeStreamCaptureMode.argtypes = [ctypes.POINTER(ctypes.c_int)]
+    library.cuThreadExchangeStreamCaptureMode.restype = ctypes.c_int
+    library.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    return library
+
+
+def copy(stream: int, there: int, here: int, size: int) -> None:
+    """The stream copies some bytes from `here` to `there`, which may be another device's.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    if size:
+        _check(_driver().cuMemcpyDtoDAsync_v2(there, here, size, stream))
+
+
+def take_down(stream: int, addresses: Sequence[int]) -> None:
+    """The stream goes on when all words are 1, and makes them 0: one operation of it, or one node of a graph.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    waits = [_Operation(_WAIT, address, 1, _EQUAL) for address in addresses]
+    operations = waits + [_Operation(_WRITE, address, 0) for address in addresses]
+    batch = (_Operation * len(operations))(*operations)
+    _check(_driver().cuStreamBatchMemOp_v2(stream, len(operations), batch, 0))
+
+
+def write_value(stream: int, address: int, value: int) -> None:
+    """The stream writes the word, behind all that it wrote before; the address may be another device's.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    _check(_driver().cuStreamWriteValue32_v2(stream, address, value, 0))
+
+
+def allow_while_captured() -> None:
+    """Lets this thread ask for events while another captures a graph, which it takes no part in.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    _check(_driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED))))
+
+
+def _check(status: int) -> None:
+    if status:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(status, ctypes.byref(name))
+        raise RuntimeError(f"the CUDA driver refuses an operation of a stream: {(name.value or b'?').decode()}")
+
+
+# Looks in the time limit, and the most seconds from one to the next.
+_LOOKS, _LONGEST = 20, 10.0
+# Looks behind which a rank whose sign does not change is silent.
+_SILENT = 3
+
+
+class Event(Protocol):
+    """A place in the work of a device."""
+
+    def query(self) -> bool:
+        """Whether the device has come there."""
+
+
+class Board(Protocol):
+    """Where ranks leave signs."""
+
+    def post(self, calls: int, look: int) -> None:
+        """Leaves this rank's sign: calls that it has begun, and how often it has looked."""
+
+    def posted(self) -> Sequence[tuple[int, int] | None]:
+        """The signs of all ranks, in order."""
+
+
+@dataclass
+class Watchdog:
+    """Looks whether the device comes on.
+
+    Attributes:
+        rank: of this process.
+        seconds: in which it comes to where an event is.
+        board: of all ranks.
+        calls: how many calls this rank has begun, which all ranks make.
+        end: ends the wait, or the process.
+        clock: seconds.
+    """
+
+    rank: int
+    seconds: float
+    board: Board
+    calls: Callable[[], int]
+    end: Callable[[RankError], None] = field(default_factory=lambda: end_process)
+    clock: Callable[[], float] = time.monotonic
+    _marked: tuple[Event, float] | None = None
+    _look: int = 0
+    _heard: dict[int, tuple[tuple[int, int] | None, int]] = field(default_factory=dict)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def mark(self, event: Event) -> None:
+        """Gives it an event that was just recorded behind all that was queued; it looks at the last one alone.
+
+        The one before may be recorded again: it is no longer looked at.
+        """
+        self._marked = event, self.clock()
+
+    def look(self) -> None:
+        """Calls `end` if the event is too long ago, at each look."""
+        self._look += 1
+        self.board.post(self.calls(), self._look)
+        for rank, sign in enumerate(self.board.posted()):
+            if rank not in self._heard or self._heard[rank][0] != sign:
+                self._heard[rank] = sign, self._look
+        marked = self._marked
+        if marked is None:
+            return
+        event, since = marked
+        # One that is no longer the last may have been recorded again right before it was asked, and is not late.
+        if self.clock() - since > self.seconds and not event.query() and self._marked is marked:
+            self.end(self._error())
+
+    def _error(self) -> RankError:
+        calls = self.calls()
+        silent, behind = [], []
+        for rank, (sign, look) in self._heard.items():
+            if rank == self.rank:
+                continue
+            if sign is None or self._look - look >= _SILENT:
+                silent.append(rank)
+            elif sign[0] < calls:
+                behind.append(f"rank {rank} has begun {sign[0] + 1} calls and this rank {calls + 1}")
+        signs = [f"rank {', '.join(map(str, silent))} gives no sign: it ended, or stands still"] if silent else []
+        signs += behind or ([] if silent else ["all ranks have begun the same calls or more"])
+        return RankError(
+            f"the GPU has waited for copies of other ranks for {self.seconds:g} s: {'; '.join(signs)}",
+            where=f"rank {self.rank}, call {calls}",
+            remedy="look at the output of the ranks that are named, or raise parallelize(timeout=…)",
+        )
+
+    def start(self, prepare: Callable[[], None]) -> Watchdog:
+        """Looks from time to time, on a thread of its own.
+
+        Args:
+            prepare: runs on the thread before its first look.
+        """
+        pause = min(self.seconds / _LOOKS, _LONGEST)
+
+        def run() -> None:
+            prepare()
+            while not self._stop.wait(pause):
+                self.look()
+
+        self._thread = threading.Thread(target=run, name="fxpar copies", daemon=True)
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Looks no more."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=_LONGEST)
+
+
+def end_process(error: RankError) -> Any:
+    """Ends the process at once: its exit handlers would wait for the device."""
+    print(f"fxpar: {error}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+_KNOWN: dict[tuple[int, int], torch.cuda.Stream] = {}
+
+
+def raw_stream(device: torch.device) -> int:
+    """The handle of a GPU's current stream; the device has a number."""
+    handle: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return handle
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """A GPU's current stream; the device has a number."""
+    key = device.index, raw_stream(device)
+    if key not in _KNOWN:
+        _KNOWN[key] = torch.cuda.current_stream(device)
+    return _KNOWN[key]

@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 
 from fxpar.errors import InputError, RankError
-from fxpar.exchange import needed
-from fxpar.exchange.row_programs import read
-from fxpar.exchange.sums import row_blocks, send_blocks, slot, sum_of_blocks
+from fxpar.peer_memory.row_programs import read
 
 # Bytes in which areas begin and grow; any element type is aligned there.
 _GRAIN = 1 << 12
@@ -181,12 +179,12 @@ class Mailbox(ABC):
         return read(text).run(self.total(buffer, x, is_sent), operands)
 
     def expanded(self, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
-        """Of the tokens of all ranks those that this one needs (`fxpar.exchange.needed`, whose arguments these are)."""
-        return needed.expanded(self, buffer, x, chosen, per_rank)
+        """Of the tokens of all ranks those that this one needs: `expanded` of this file."""
+        return expanded(self, buffer, x, chosen, per_rank)
 
     def summed(self, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
         """The sums of what the ranks made of this one's tokens (as there)."""
-        return needed.summed(self, buffer, x, chosen, per_rank)
+        return summed(self, buffer, x, chosen, per_rank)
 
     def poison(self, buffer: int, x: Tensor) -> None:
         """Overwrites what came for the sum of x [rows, width], which was read."""
@@ -258,3 +256,186 @@ def poisoned() -> Iterator[None]:
         for name, poisons in before.items():
             if name in _OPEN:
                 _OPEN[name].poisons = poisons
+
+
+# Bytes in which the slots of an area begin: a GPU reads as many at once.
+_SLOT_GRAIN = 128
+
+
+# ---------------------------------------------------------------------- sums of rows
+
+# Blocks of rows go to their owners, which send the sums of these to all: the same bits on all ranks. Each rank sends as
+# many bytes as the tensor has, twice, but for its own part; over two ranks one copy of the whole is as much, and needs
+# one way. This is what any mailbox does, and what a kernel of one must give (`push_kernels`).
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """Who owns which rows, and where in an area they are.
+
+    An area has a slot for the owner's rows as each rank sends them, and behind these the sum of all rows.
+
+    Attributes:
+        rows: of the tensor.
+        row_bytes: of each.
+        ranks: how many there are.
+    """
+
+    rows: int
+    row_bytes: int
+    ranks: int
+
+    @property
+    def block(self) -> int:
+        """Rows of each rank, but for the last ones, which may have fewer or none."""
+        return -(-self.rows // self.ranks)
+
+    @property
+    def stride(self) -> int:
+        """Bytes from slot to slot."""
+        return -(-self.block * self.row_bytes // _SLOT_GRAIN) * _SLOT_GRAIN
+
+    @property
+    def sums(self) -> int:
+        """The byte where the sum begins."""
+        return self.stride * self.ranks
+
+    @property
+    def bytes(self) -> int:
+        """Of an area."""
+        return self.sums + self.rows * self.row_bytes
+
+    def owned(self, rank: int) -> slice:
+        """The rows of a rank."""
+        return slice(min(rank * self.block, self.rows), min((rank + 1) * self.block, self.rows))
+
+
+def slot(area: Tensor, begin: int, like: Tensor) -> Tensor:
+    """Memory of an area, from some byte on, as a one-dimensional tensor of the bytes and the type of another."""
+    return area[begin : begin + like.nbytes].view(like.dtype)
+
+
+def row_blocks(x: Tensor, ranks: int) -> RowBlocks:
+    """Those of x [rows, width]."""
+    return RowBlocks(x.shape[0], x.shape[1] * x.itemsize, ranks)
+
+
+def send_blocks(line: Mailbox, buffer: int, x: Tensor) -> None:
+    """Sends to each other rank the rows that it owns of x [rows, width]; called in `beside`."""
+    blocks = row_blocks(x, line.size)
+    areas = line.areas(buffer, blocks.bytes)
+    for rank in line.others:
+        line.copy(areas[rank], blocks.stride * line.rank, x[blocks.owned(rank)])
+        line.signal(rank, buffer, 0)
+
+
+def sum_of_blocks(line: Mailbox, buffer: int, x: Tensor) -> Tensor:
+    """The sum of what all ranks sent by `send_blocks`, in new memory."""
+    blocks = row_blocks(x, line.size)
+    areas = line.areas(buffer, blocks.bytes)
+    line.wait(buffer, 0)
+    local = x[blocks.owned(line.rank)]
+    parts = [
+        local if rank == line.rank else slot(areas[line.rank], blocks.stride * rank, local).view(local.shape)
+        for rank in range(line.size)
+    ]
+    total = added(parts)
+    begin = blocks.sums + blocks.owned(line.rank).start * blocks.row_bytes
+    for rank in (line.rank, *line.others):
+        line.copy(areas[rank], begin, total)
+        if rank != line.rank:
+            line.signal(rank, buffer, 1)
+    line.wait(buffer, 1)
+    return slot(areas[line.rank], blocks.sums, x).view(x.shape).clone()
+
+
+def added(parts: Sequence[Tensor]) -> Tensor:
+    """The sum in rank order, of half precision in float32, in new memory."""
+    if len(parts) == 2:  # one rounding, and the same on both ranks
+        return parts[0] + parts[1]
+    kind = parts[0].dtype
+    wide = torch.float32 if kind in (torch.float16, torch.bfloat16) else kind
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(kind)
+
+
+# Bytes in which the slots of an area begin: a GPU reads as many at once.
+
+
+# ---------------------------------------------------------------------- tokens that some ranks need
+
+# How many rows travel follows from the choice, but no size does: an area has a place for every token of every rank, and
+# only those are written, and read, that are needed. Both ends know which. A kernel must give the same (`push_needed`).
+#
+# Terms: `chosen` i64[n, t, K] are the experts of the t tokens of each of n ranks; rank r holds the experts from
+# r * per_rank on, `per_rank` of them.
+
+
+def needs(chosen: Tensor, per_rank: int, rank: int | Tensor) -> Tensor:
+    """Of tokens that chose some experts each, i64[…, K], which a rank needs, bool[…]."""
+    return torch.div(chosen, per_rank, rounding_mode="floor").eq(rank).any(-1)
+
+
+def slot_stride(like: Tensor) -> int:
+    """Bytes of an area from the slot of a rank to that of the next one, each for rows like [t, f]."""
+    return -(-like.nbytes // _SLOT_GRAIN) * _SLOT_GRAIN
+
+
+def expanded(line: Mailbox, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
+    """What this rank needs of the tokens of all.
+
+    Args:
+        x: [t, f], contiguous: its own tokens.
+
+    Returns:
+        [n, t, f], zero where it needs nothing.
+    """
+    stride = slot_stride(x)
+    areas = line.areas(buffer, stride * line.size)
+    with line.beside(buffer, x):
+        for rank in line.others:
+            copy_rows(_part(areas[rank], stride * line.rank, x), x, needs(chosen[line.rank], per_rank, rank))
+            line.signal(rank, buffer, 0)
+    line.join(buffer)
+    line.wait(buffer, 0)
+    came = [x if r == line.rank else _part(areas[line.rank], stride * r, x) for r in range(line.size)]
+    return torch.stack([_only(part, needs(chosen[r], per_rank, line.rank)) for r, part in enumerate(came)])
+
+
+def summed(line: Mailbox, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
+    """The sum of what the ranks made of this one's tokens, each of those that it needed, in the order of the ranks.
+
+    Args:
+        x: [n, t, f], contiguous: what this rank made of the tokens of all.
+
+    Returns:
+        [t, f].
+    """
+    like = x[line.rank]
+    stride = slot_stride(like)
+    areas = line.areas(buffer, stride * line.size)
+    with line.beside(buffer, x):
+        for rank in line.others:
+            copy_rows(_part(areas[rank], stride * line.rank, like), x[rank], needs(chosen[rank], per_rank, line.rank))
+            line.signal(rank, buffer, 0)
+    line.join(buffer)
+    line.wait(buffer, 0)
+    came = [like if r == line.rank else _part(areas[line.rank], stride * r, like) for r in range(line.size)]
+    return added([_only(part, needs(chosen[line.rank], per_rank, r)) for r, part in enumerate(came)])
+
+
+def copy_rows(there: Tensor, rows: Tensor, needed: Tensor) -> None:
+    """Writes the rows that are needed, bool[t], of [t, f], into memory of another rank."""
+    there[needed] = rows[needed]
+
+
+def _part(area: Tensor, begin: int, like: Tensor) -> Tensor:
+    """A slot, as memory like another tensor."""
+    return slot(area, begin, like).view(like.shape)
+
+
+def _only(rows: Tensor, needed: Tensor) -> Tensor:
+    """The rows that are needed, and zeros: what stands in the place of others may be anything."""
+    return torch.where(needed.unsqueeze(-1), rows, rows.new_zeros(()))

@@ -1,13 +1,13 @@
 """Coercions whose collective is copies between the ranks' memories: what a lowered graph calls for them.
 
-Enters: a rank's tensor, the name of a mailbox and the number of a buffer (`fxpar.exchange.symmetric_buffer`). Leaves:
-as the functions of the same names in `fxpar.ops.process_group`. Each is two calls: `start_…` sends, and the other waits
-and reads. A send gives what it sends along, so that it stays until it is there.
+Enters: a rank's tensor, the name of a mailbox and the number of a buffer (`fxpar.peer_memory.symmetric_buffer`).
+Leaves: as the functions of the same names in `fxpar.ops.process_group`. Each is two calls: `start_…` sends, and the
+other waits and reads. A send gives what it sends along, so that it stays until it is there.
 
 Of two ranks a sum is one copy of the whole each way and an addition, which a compiler may put into the kernel that
 reads it. Of more, each rank sums one block: blocks go to their owners, which add them in float32 and send the sum to
-all (`fxpar.exchange.sums`); the first half of this way is copies, and the second belongs to what reads the sum. Where
-nothing is computed beside a sum, all of it is one call (`one_shot_sum`).
+all (`fxpar.peer_memory.symmetric_buffer`); the first half of this way is copies, and the second belongs to what reads
+the sum. Where nothing is computed beside a sum, all of it is one call (`one_shot_sum`).
 """
 
 from __future__ import annotations
@@ -17,22 +17,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxpar.exchange import sums
-from fxpar.exchange.row_programs import Extent, fits, read
-from fxpar.exchange.sums import send_blocks, slot
-from fxpar.exchange.symmetric_buffer import Mailbox, mailbox
-from fxpar.ops import collectives as c
+from fxpar.ops import process_group as c
+from fxpar.ops.operator import torch_operator
 from fxpar.ops.process_group import Pieces
-from fxpar.ops.torch_operators import torch_operator
+from fxpar.peer_memory import symmetric_buffer
+from fxpar.peer_memory.row_programs import Extent, fits, read
+from fxpar.peer_memory.symmetric_buffer import Mailbox, mailbox, send_blocks, slot, slot_stride
 
 # What is sent: `sum` and `gather` the whole, `scatter` and `exchange` to each rank its block; and what is made of it.
 _SUM, _GATHER, _SCATTER, _EXCHANGE = "sum", "gather", "scatter", "exchange"
+
 _ALIGNED = 16
 
 Sent = tuple[Tensor, Tensor]
 
 
-@torch_operator("send_copies")
+def _sent(x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
+    return torch.empty(1, dtype=torch.uint8, device=x.device)
+
+
+@torch_operator("send_copies", fake=_sent, direct=True)
 def send_copies(x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
     """Starts copies of what each other rank is to have, on the mailbox `name`.
 
@@ -55,11 +59,6 @@ def send_copies(x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
     return torch.empty(1, dtype=torch.uint8, device=x.device)
 
 
-@send_copies.register_fake
-def _sent(x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
-    return torch.empty(1, dtype=torch.uint8, device=x.device)
-
-
 def _send_whole(line: Mailbox, buffer: int, tensor: Tensor) -> None:
     """To the other of two ranks."""
     (other,) = line.others
@@ -79,7 +78,13 @@ def _send_blocks(line: Mailbox, buffer: int, tensor: Tensor, kind: str) -> None:
             line.signal(rank, buffer, 0)
 
 
-@torch_operator("take_copies")
+def _taken(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
+    if kind == _GATHER:
+        return x.new_empty((mailbox(name).size, *x.shape))
+    return x.new_empty(x.shape[1:] if kind == _SCATTER else x.shape)
+
+
+@torch_operator("take_copies", fake=_taken, direct=True)
 def take_copies(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
     """Waits for what the other ranks sent, and reads it.
 
@@ -102,7 +107,7 @@ def take_copies(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> 
     local = blocks[line.rank]
     came = [local if r == line.rank else slot(area, step * r, local) for r in range(line.size)]
     if kind == _SCATTER:
-        taken = sums.added(came).view(x.shape[1:])
+        taken = symmetric_buffer.added(came).view(x.shape[1:])
     else:
         taken = torch.stack(came).view((line.size, *x.shape) if kind == _GATHER else x.shape)
     if line.poisons:
@@ -111,7 +116,11 @@ def take_copies(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> 
     return taken
 
 
-@torch_operator("arrived")
+def _arrived(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch_operator("arrived", fake=_arrived, direct=True)
 def arrived(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
     """Waits for what the other of two ranks sent, for their sum.
 
@@ -129,12 +138,11 @@ def arrived(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
     return line.whole(line.rank, buffer, x)
 
 
-@arrived.register_fake
-def _arrived(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
+def _sum_of_both(x: Tensor, came: Tensor, name: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch_operator("added")
+@torch_operator("added", fake=_sum_of_both, direct=True)
 def added(x: Tensor, came: Tensor, name: str) -> Tensor:
     """The sum of a rank's tensor and of what `arrived`, in new memory: one rounding, the same bits on both ranks."""
     total = x + came
@@ -143,12 +151,11 @@ def added(x: Tensor, came: Tensor, name: str) -> Tensor:
     return total
 
 
-@added.register_fake
-def _sum_of_both(x: Tensor, came: Tensor, name: str) -> Tensor:
+def _of_one_shot(x: Tensor, name: str, buffer: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch_operator("one_shot_sum")
+@torch_operator("one_shot_sum", fake=_of_one_shot, direct=True)
 def one_shot_sum(x: Tensor, name: str, buffer: int) -> Tensor:
     """The sum in one call, beside which nothing is computed."""
     line = mailbox(name)
@@ -156,7 +163,11 @@ def one_shot_sum(x: Tensor, name: str, buffer: int) -> Tensor:
     return _total(line, x, buffer, False)
 
 
-@torch_operator("taken_sum")
+def _of_taken(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch_operator("taken_sum", fake=_of_taken, direct=True)
 def taken_sum(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
     """The sum over more than two ranks.
 
@@ -187,19 +198,14 @@ def _rows(tensor: Tensor) -> Tensor:
     return real.view(-1, width if real.numel() and fits(width, real.dtype) else 1)
 
 
-@taken_sum.register_fake
-def _of_taken(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _of_rows(x: Tensor, operands: Sequence[Tensor], program: str, name: str, buffer: int) -> list[Tensor]:
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return read(program).run(total.view(-1, x.shape[-1]), _operands(operands, program))
 
 
-@one_shot_sum.register_fake
-def _of_one_shot(x: Tensor, name: str, buffer: int) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@torch_operator("one_shot_rows")
+@torch_operator("one_shot_rows", fake=_of_rows, direct=True)
 def one_shot_rows(x: Tensor, operands: Sequence[Tensor], program: str, name: str, buffer: int) -> list[Tensor]:
-    """What is computed of the rows of a sum, with the sum in one call (`fxpar.exchange.row_programs`).
+    """What is computed of the rows of a sum, with the sum in one call (`fxpar.peer_memory.row_programs`).
 
     Args:
         x: [..., width], not empty.
@@ -214,7 +220,13 @@ def one_shot_rows(x: Tensor, operands: Sequence[Tensor], program: str, name: str
     return _rows_of_total(line, x, operands, program, buffer, False)
 
 
-@torch_operator("taken_rows")
+def _of_taken_rows(
+    token: Tensor, x: Tensor, operands: Sequence[Tensor], program: str, name: str, buffer: int
+) -> list[Tensor]:
+    return _of_rows(x, operands, program, name, buffer)
+
+
+@torch_operator("taken_rows", fake=_of_taken_rows, direct=True)
 def taken_rows(
     token: Tensor, x: Tensor, operands: Sequence[Tensor], program: str, name: str, buffer: int
 ) -> list[Tensor]:
@@ -232,30 +244,10 @@ def _rows_of_total(
     return results
 
 
-@one_shot_rows.register_fake
-def _of_rows(x: Tensor, operands: Sequence[Tensor], program: str, name: str, buffer: int) -> list[Tensor]:
-    total = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return read(program).run(total.view(-1, x.shape[-1]), _operands(operands, program))
-
-
-@taken_rows.register_fake
-def _of_taken_rows(
-    token: Tensor, x: Tensor, operands: Sequence[Tensor], program: str, name: str, buffer: int
-) -> list[Tensor]:
-    return _of_rows(x, operands, program, name, buffer)
-
-
 def _operands(operands: Sequence[Tensor], program: str) -> list[Tensor]:
     known = read(program)
     shapes = {Extent.FULL: (-1, known.width), Extent.ROW: (-1, 1), Extent.COLUMN: (known.width,)}
     return [x.contiguous().view(shapes[extent]) for x, extent in zip(operands, known.operands, strict=True)]
-
-
-@take_copies.register_fake
-def _taken(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
-    if kind == _GATHER:
-        return x.new_empty((mailbox(name).size, *x.shape))
-    return x.new_empty(x.shape[1:] if kind == _SCATTER else x.shape)
 
 
 def _blocks(x: Tensor, kind: str, size: int) -> list[Tensor]:
@@ -335,3 +327,75 @@ def start_exchange(x: Tensor, dim: int, pieces: Pieces, size: int, name: str, bu
 def exchanged(sent: Sent, dim: int, pieces: Pieces, name: str, buffer: int) -> Tensor:
     """Of `start_exchange`, by the source's cut."""
     return c.put_together(_finish(sent, _EXCHANGE, name, buffer), (dim, pieces))
+
+
+# ---------------------------------------------------------------------- tokens that some ranks need
+
+# Each of these is one call, which sends, waits and reads: how much travels is known where it is sent alone, and no copy
+# engine is told which rows (`fxpar.ops.selective_dispatch`).
+
+
+def _gathered(x: Tensor, chosen: Tensor, per_rank: int, name: str, buffer: int) -> Tensor:
+    return x.new_empty((chosen.shape[0], *x.shape))
+
+
+@torch_operator("gather_needed", fake=_gathered, direct=True)
+def gather_needed(x: Tensor, chosen: Tensor, per_rank: int, name: str, buffer: int) -> Tensor:
+    """Of the tokens of n ranks those that this one needs, on the mailbox `name`.
+
+    Args:
+        x: [t, f]: its own.
+        chosen: i64[n, t, K]: the experts of all.
+        per_rank: experts of a rank.
+
+    Returns:
+        [n, t, f], zero where it needs nothing.
+    """
+    line = mailbox(name)
+    line.begin(buffer)
+    tokens = line.expanded(buffer, x.contiguous(), chosen.contiguous(), per_rank)
+    line.poison_area(buffer, slot_stride(x) * line.size)
+    line.end(buffer)
+    return tokens
+
+
+def _scattered(x: Tensor, chosen: Tensor, per_rank: int, name: str, buffer: int) -> Tensor:
+    return x.new_empty(x.shape[1:])
+
+
+@torch_operator("scatter_needed", fake=_scattered, direct=True)
+def scatter_needed(x: Tensor, chosen: Tensor, per_rank: int, name: str, buffer: int) -> Tensor:
+    """The sums of what n ranks made of those tokens of this one that each needed.
+
+    Args:
+        x: [n, t, f]: what this rank made of the tokens of all.
+        chosen, per_rank: as of `gather_needed`.
+
+    Returns:
+        [t, f].
+    """
+    line = mailbox(name)
+    line.begin(buffer)
+    sums = line.summed(buffer, x.contiguous(), chosen.contiguous(), per_rank)
+    line.poison_area(buffer, slot_stride(sums) * line.size)
+    line.end(buffer)
+    return sums
+
+
+def expand_copied(x: Tensor, chosen: Tensor, per_rank: int, size: int, name: str, buffer: int) -> Tensor:
+    """[… t, f] → [… 1, n * t, f] (`expand_needed`)."""
+    tokens = gather_needed(x.reshape(-1, x.shape[-1]), _by_rank(chosen, size), per_rank, name, buffer)
+    return tokens.view(size, *x.shape).movedim(0, -3).flatten(-3, -2).unsqueeze(-3)
+
+
+def sum_copied(x: Tensor, chosen: Tensor, per_rank: int, size: int, name: str, buffer: int) -> Tensor:
+    """[… 1, n * t, f] → [… t, f] (`sum_needed`)."""
+    by_rank = _by_rank(x.squeeze(-3), size)
+    sums = scatter_needed(by_rank, _by_rank(chosen, size), per_rank, name, buffer)
+    return sums.view(*x.shape[:-3], x.shape[-2] // size, x.shape[-1])
+
+
+def _by_rank(x: Tensor, size: int) -> Tensor:
+    """[… n * t, f] → [n, … * t, f]: what is of the tokens of each rank."""
+    apart: Tensor = x.unflatten(-2, (size, x.shape[-2] // size))
+    return apart.movedim(-3, 0).flatten(1, -2)

@@ -1,0 +1,68 @@
+"""Lists all graph operators by name, and those that stand for operations of torch.
+
+Importing it registers the operators of `torch.ops.fxpar` too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from fxpar.ops import capacity_indices, grouped, permute  # noqa: F401 - operators of torch
+from fxpar.ops.attention import attention_backward, attention_forward
+from fxpar.ops.collectives import COERCION_OF, all_reduce_coalesced, sum_gradients
+from fxpar.ops.operator import Operator
+from fxpar.ops.random import attention, axis_index, dropout, uniform, uniform_like
+from fxpar.ops.rank_dim import expand_over, shard_over, sum_over
+from fxpar.ops.selective_dispatch import expand_needed, sum_needed
+from fxpar.ops.sent_rows import return_rows, send_rows, split_sizes
+from fxpar.ops.small_operators import function, item, size, transfer, zeros
+from fxpar.ops.vocabulary import (
+    argmax,
+    cross_entropy,
+    cross_entropy_backward,
+    cross_entropy_forward,
+    embedding,
+    embedding_backward,
+    log_softmax,
+    log_softmax_backward,
+    logsumexp,
+    logsumexp_backward,
+    nll_loss,
+    nll_loss_backward,
+    topk,
+    topk_backward,
+)
+
+_DRAWN = (axis_index, dropout, uniform, uniform_like, attention)
+_WORDS = (embedding, cross_entropy, nll_loss, log_softmax, logsumexp, argmax, topk)
+
+_OTHERS = (
+    *(sum_gradients, function, size, zeros, item, transfer, shard_over, split_sizes, send_rows, return_rows),
+    *(expand_over, sum_over, expand_needed, sum_needed),
+)
+
+_GRADIENTS = (
+    *(all_reduce_coalesced, attention_forward, attention_backward, cross_entropy_forward, cross_entropy_backward),
+    *(embedding_backward, nll_loss_backward, log_softmax_backward, logsumexp_backward, topk_backward),
+)
+
+# What the text form may name behind `fxpar.`.
+OPERATORS: Mapping[str, Operator] = MappingProxyType(
+    {
+        record.__name__: record
+        for record in (
+            *COERCION_OF,
+            *_DRAWN,
+            *_WORDS,
+            *_GRADIENTS,
+            *_OTHERS,
+        )
+    }
+)
+
+# The composite operator of each operation of torch that has one.
+COMPOSITE_OF: Mapping[Any, Operator] = MappingProxyType(
+    {target: record for record in OPERATORS.values() for target in record.stands_for}
+)
