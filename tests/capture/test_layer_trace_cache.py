@@ -41,7 +41,7 @@ def both(make: Callable[[], tuple[nn.Module, Any, Any]]) -> tuple[int, Captured,
         return walked[-1]
 
     model, batch, loss = make()
-    with mock.patch.object(LayerTraceCache, "_copy", copy), mock.patch("fxpar.capture.walk", walking):
+    with mock.patch.object(LayerTraceCache, "_copy", copy), mock.patch("fxpar.capture.capture.walk", walking):
         copied = capture(model, batch, loss=loss)
     if walked[0].layers.copied and not is_proven(walked[0]):
         return 0, copied, copied  # it was traced again
