@@ -224,8 +224,8 @@ def assign_rng(program: Program) -> Program:
     own elements; on the others it gets none and all ranks draw the same (SPEC section 2.4), which drops the same
     elements of each summand of a partial value. The masks are therefore those of the single device, in distribution
     equal to PyTorch's and never the same bits. Uniform, normal and other numbers become `fxpar.uniform`, or
-    `fxpar.uniform_like` a value that may be a shard, and what follows from them (`fxpar.passes.assign_rng`). Random
-    operators that cannot be had so are refused. Draws that nothing uses go.
+    `fxpar.uniform_like` a value that may be a shard, and what follows from them. Random operators that
+    cannot be had so are refused. Draws that nothing uses go.
     """
     state = _State(program)
     for node in list(program.graph.nodes):

@@ -137,9 +137,9 @@ def canonicalize(program: Program) -> Program:
     Asserts, operations that return their operand, devices and dead code go; memory that nothing has written is zeros;
     sizes `-1` become numbers where they are numbers, and numbers of elements products of sizes; indexing by positions
     that are neighbours and that the author wrote down becomes a slice; a value that is written at a mask is a choice
-    (`masked_writes`); counts are comparisons and sums; biases, those of convolutions too, are separate additions, so
+    (`choose_by_masks`); counts are comparisons and sums; biases, those of convolutions too, are separate additions, so
     that a row-split product can be reduced before its bias is added; losses that functions add by the plan's word are
-    terms of the loss (`added_losses`). Values, gradients and the order of random nodes stay. Refuses sub-graphs: what
+    terms of the loss (`add_losses`). Values, gradients and the order of random nodes stay. Refuses sub-graphs: what
     is in them has no layout.
     """
     for module, node in _walk(program.graph_module):

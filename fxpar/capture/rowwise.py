@@ -3,7 +3,7 @@
 Enters: a captured program with its plan, and what is known of parameters and inputs. Leaves: nothing, or an error that
 names the operator and what differs.
 
-Each call of such an operator is run by itself (`fxpar.capture.rowwise`), on as many rows as the example has and on
+Each call of such an operator is run by itself, on as many rows as the example has and on
 other numbers of them. All rows are compared with parts: the halves, and the first row apart from the rest, for what
 pairs neighbours keeps halves apart. Outputs and gradients of operands with rows must follow one another, gradients of
 operands without rows must add up. Then one row becomes far larger than the others, which must not change: what mixes

@@ -316,8 +316,8 @@ def parts(
 ) -> dict[str, Tensor]:
     """Returns a rank's parts by first name, in memory of their own on the device.
 
-    What the checkpoint has is read from there; other meta tensors get their initial values
-    (`fxpar.checkpoint.initial`), one module at a time; the rest are copies.
+    What the checkpoint has is read from there; other meta tensors get their initial values, one
+    module at a time; the rest are copies.
 
     Args:
         dtype: of floating parameters; None for their own.

@@ -1,4 +1,4 @@
-"""Rows of experts moved or gated in one pass on NVIDIA GPUs: what `rows` and `grouped` compute in several.
+"""Rows of experts moved or gated in one pass on NVIDIA GPUs: what `permute` and `grouped` compute in several.
 
 Enters: contiguous operands, their leading dimensions in one. Leaves: the rows. Every element has one writer, and a sum
 one order of its terms, so that results do not change from run to run. Importing this module needs Triton.

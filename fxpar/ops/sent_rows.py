@@ -149,7 +149,7 @@ def _back_derivative(call: Reverse) -> Gradients:
     uncaptured="copies how many rows travel to the host; give dispatch='static'",
 )
 def split_sizes(order: Any, counts: Any, received: Any) -> Any:
-    """How many rows go where, on the host (`fxpar.ops.sent_rows`).
+    """How many rows go where, on the host.
 
     The copy starts where the operator stands, and is awaited in front of the first reader.
 

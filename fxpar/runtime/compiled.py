@@ -1,7 +1,7 @@
 """A step compiled for the shapes of calls: each distinct unit once, and the calls of them in order.
 
-Enters: a lowered step, values that tell its shapes, and which sizes are symbols (`fxpar.runtime.compiled`). Leaves: its
-forward and its backward as lists of calls, which run without autograd.
+Enters: a lowered step, and values that tell its shapes; `Scope` has the sizes that are symbols. Leaves: its forward
+and its backward as lists of calls, which run without autograd.
 """
 
 from __future__ import annotations

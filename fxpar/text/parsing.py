@@ -3,8 +3,8 @@
 Enters: text as `fxpar.text.printing.print_program` wrote it, possibly edited by hand. Leaves: a `Program` with an empty
 history, or one `TextError` that names the line.
 
-The line of a node is read from left to right: its head, and (`fxpar.text.parsing`) its type with layouts, its
-attributes and its comment. None of these contains the sign that ends it (`{` and `#` for the type) outside of quotes.
+The line of a node is read from left to right: its head, its type with layouts, its attributes and its
+comment. None of these contains the sign that ends it (`{` and `#` for the type) outside of quotes.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 Enters: a program, global or localised. Leaves: nothing, or `CheckFailed` that names the node and both shapes.
 
 The program runs on meta tensors at the example's sizes, which must work, and at others, so that a size baked into a
-literal shows. A localised program runs twice, as a rank and as the one device whose program its text is
-(`fxpar.verify.shapes`): shapes must be those of the notes, a rank's with the layout applied, and numbers must
-be the notes' in both.
+literal shows. A localised program runs twice, as a rank and as the one device whose program its text is:
+shapes must be those of the notes, a rank's with the layout applied, and numbers must be the notes' in both.
 """
 
 from __future__ import annotations
