@@ -19,6 +19,7 @@ from fxpar.ops import capacity_indices
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
+from fxpar.verification import verify
 from fxpar.verify.static import STATIC
 from tests.passes.experts import CHOICES, EXPERTS, ROWS, WIDTH, Routed, batch, compared, dispatched
 
@@ -203,6 +204,25 @@ def test_what_is_not_done_to_each_row_is_refused() -> None:
     program = capture(Mixed(), batch(5), Plan(dp=2, ep=2, etp=1)).program
     with pytest.raises(PassError, match=r"cumsum.*each row by itself.*or set ep=1"):
         compile_program(program)
+
+
+class Scaled(Routed):
+    """Rows of experts are divided by a size of the batch."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """As there."""
+        x = self.words(ids).view(-1, WIDTH)
+        top = self.router(x).topk(CHOICES)
+        order, counts = torch.ops.fxpar.sort_by_expert(top.indices, EXPERTS)
+        rows = torch.ops.fxpar.moe_permute(x, order, CHOICES)
+        outputs = torch.ops.fxpar.grouped_linear(rows, self.gate_up, counts, False) / ids.shape[1]
+        return torch.ops.fxpar.moe_combine(outputs, top.values, order, x.dtype).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dispatch", ["alltoall", "allgather", "exact"])
+def test_a_size_that_scales_rows_is_not_their_number(dispatch: str) -> None:
+    proof = verify(Scaled().double(), batch(5), plan(2, 1, 1, 2, dispatch=dispatch))
+    assert proof.ok, proof
 
 
 def _without(text: str, pattern: str) -> list[str]:

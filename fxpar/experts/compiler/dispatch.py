@@ -245,12 +245,12 @@ class Dispatch:
         """Returns what takes the place of an operand where experts are."""
         if arg in self.region.rows:
             return self._rows_of_holder(arg)
+        if node not in self.region.grouped:
+            return arg
         if arg is self.region.counts:
             return self._counts
         if not output_types(arg):  # the number of rows
             return self._row_count  # type: ignore[no-any-return]
-        if node not in self.region.grouped:
-            return arg
         if arg not in self._weights:  # [experts, …] → [holders, experts of each, …], cut over them
             shape = (*self.holders.axes.values(), self.local_experts, *tensor_type(arg).shape[1:])
             self._weights[arg] = self.holders.over(self.emit.view(arg, shape, shape))
