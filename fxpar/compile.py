@@ -23,11 +23,10 @@ from fxpar.manager import Pass, PassManager, Verifier
 from fxpar.mesh.axes import Cuts, axis_that
 from fxpar.ops.lower import Lowered, lower
 from fxpar.ops.process_group import Group
-from fxpar.passes import CANONICAL_PASSES, DEFAULT_PASSES
+from fxpar.passes import CANONICAL_PASSES, DEFAULT_PASSES, step_passes
 from fxpar.passes.differentiate import is_differentiable, sizes_needed
 from fxpar.passes.mark_regions import mark_regions
 from fxpar.passes.outline_layers import outline_layers
-from fxpar.passes.training_passes import step_passes
 from fxpar.plan.plan import Plan
 from fxpar.verify.static import STATIC
 

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fxpar.manager import Pass
-from fxpar.passes import DEFAULT_PASSES
-from fxpar.passes.training_passes import STEP_PASSES, step_passes
+from fxpar.passes import DEFAULT_PASSES, STEP_PASSES, step_passes
 
 PAGE = Path(__file__).parents[1] / "docs" / "dev" / "passes.md"
 
@@ -36,7 +35,7 @@ These passes split the captured program. `DEFAULT_PASSES` in `passes/__init__.py
 _STEP = """
 ## The training step
 
-These passes make a training step of the program of a rank. `step_passes` in `passes/training_passes.py` has their
+These passes make a training step of the program of a rank. `step_passes` in `passes/__init__.py` has their
 order. `split_backward` runs only under a schedule whose backward has two parts.
 """
 

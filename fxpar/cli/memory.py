@@ -115,8 +115,7 @@ def _figures(
     from fxpar.cost.measure import stand_in
     from fxpar.mesh.axes import joined_names
     from fxpar.ops.process_group import Group
-    from fxpar.passes import DEFAULT_PASSES
-    from fxpar.passes.training_passes import counted_steps
+    from fxpar.passes import DEFAULT_PASSES, counted_steps
 
     if device not in _DEVICES:
         raise InputError("is unknown", where=f"--device {device}", remedy=f"choose one of {', '.join(_DEVICES)}")

@@ -66,7 +66,7 @@ def check_stage(start: Start, of_stage: int | None, *, needed: bool = False) -> 
 
 def step_passes_of(stage: Stage) -> list[Pass]:
     """The passes that make the step of a stage."""
-    from fxpar.passes.training_passes import step_passes
+    from fxpar.passes import step_passes
 
     program = stage.program
     return step_passes(program.outputs, stage.tangents, [p.fqn for p in program.parameters if p.trainable])
@@ -81,8 +81,7 @@ def steps(ui: Ui, start: Start, of_stage: int | None) -> list[tuple[int | None, 
     from fxpar.cli.files import run_passes
     from fxpar.ir.regions import inlined
     from fxpar.ir.stages import stages_of
-    from fxpar.passes import DEFAULT_PASSES
-    from fxpar.passes.training_passes import STEP_PASSES
+    from fxpar.passes import DEFAULT_PASSES, STEP_PASSES
 
     if not is_pipeline(start.program):
         program, _ = run_passes(ui, start, (*DEFAULT_PASSES, *STEP_PASSES))
@@ -116,7 +115,7 @@ def run_stage(
     """
     from fxpar.cli.files import run_passes
     from fxpar.ir.stages import stages_of
-    from fxpar.passes.training_passes import STEP_PASSES
+    from fxpar.passes import STEP_PASSES
 
     later = [item.name for item in STEP_PASSES]
     whole = [item for item in passes if item.name not in later]
@@ -213,7 +212,7 @@ def _show_summary(stdout: Console, name: str, document: dict[str, Any]) -> None:
 def passes(ui: Ui, passes: Passes = None) -> CommandResult:
     """Lists the passes in the order in which they run, with their contracts; then those of the training step."""
     from fxpar.cli.models import load_passes
-    from fxpar.passes.training_passes import STEP_PASSES
+    from fxpar.passes import STEP_PASSES
 
     document = [_contract(item) for item in (*load_passes(passes), *STEP_PASSES)]
 
@@ -265,7 +264,7 @@ def run(
     """
     from fxpar.cli.files import compared, open_start, run_passes
     from fxpar.cli.models import load_passes
-    from fxpar.passes.training_passes import STEP_PASSES
+    from fxpar.passes import STEP_PASSES
     from fxpar.text.printing import print_program
 
     chosen = load_passes(passes)

@@ -22,8 +22,8 @@ from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import Size
 from fxpar.ops.lower import ROWS, Lowered
 from fxpar.ops.process_group import Group
+from fxpar.passes import counted_steps
 from fxpar.passes.differentiate import differentiable
-from fxpar.passes.training_passes import counted_steps
 from fxpar.plan.plan import Plan
 from fxpar.runtime.batch import user_inputs
 from fxpar.runtime.calls import (

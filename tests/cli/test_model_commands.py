@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from fxpar.passes import DEFAULT_PASSES
-from fxpar.passes.training_passes import STEP_PASSES
+from fxpar.passes import DEFAULT_PASSES, STEP_PASSES
 from tests.cli.tool import SPLIT, TINY, Result, fxpar
 
 NAMES = [item.name for item in DEFAULT_PASSES]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fxpar.passes.training_passes import STEP_PASSES
+from fxpar.passes import STEP_PASSES
 from tests.cli.tool import fxpar
 
 MODEL = ("hf:gpt2,n_layer=2", "--tp", "2", "--pp", "2")

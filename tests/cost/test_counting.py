@@ -21,8 +21,7 @@ from fxpar.layout.symbolic_sizes import evaluate, parse_size
 from fxpar.manager import PassManager
 from fxpar.ops.lower import Lowered, lower
 from fxpar.ops.process_group import Group
-from fxpar.passes import DEFAULT_PASSES
-from fxpar.passes.training_passes import counted_steps
+from fxpar.passes import DEFAULT_PASSES, counted_steps
 from fxpar.plan.plan import Plan
 
 CPU = torch.device("cpu")

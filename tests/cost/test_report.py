@@ -16,8 +16,7 @@ from fxpar.cost.html import as_html
 from fxpar.manager import PassManager
 from fxpar.ops.lower import lower
 from fxpar.ops.process_group import Group
-from fxpar.passes import DEFAULT_PASSES
-from fxpar.passes.training_passes import counted_steps
+from fxpar.passes import DEFAULT_PASSES, counted_steps
 from fxpar.plan.plan import Plan
 from tests.zoo import CASES
 

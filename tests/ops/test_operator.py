@@ -24,8 +24,8 @@ from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import CollectiveSite, Gradients, LoweredCall, Operator, Reverse, Sent
 from fxpar.ops.process_group import Group, sum_over
 from fxpar.ops.registry import OPERATORS
+from fxpar.passes import counted_steps
 from fxpar.passes.differentiate import differentiate
-from fxpar.passes.training_passes import counted_steps
 from fxpar.rules import key_of, rule_of
 from fxpar.signatures.engine import Refusal, Rule, Signature
 from fxpar.signatures.op_call import OpCall

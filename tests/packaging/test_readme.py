@@ -16,8 +16,7 @@ import fxpar
 from fxpar.capture.capture import capture
 from fxpar.cli.main import _application, main
 from fxpar.manager import Pass, PassManager
-from fxpar.passes import DEFAULT_PASSES
-from fxpar.passes.training_passes import STEP_PASSES
+from fxpar.passes import DEFAULT_PASSES, STEP_PASSES
 from fxpar.pipeline.compiler.builtin_schedules import build_schedule
 from fxpar.pipeline.compiler.schedules import parse_schedule
 from fxpar.pipeline.compiler.simulation import verified

@@ -16,8 +16,8 @@ from fxpar.ir.program import note
 from fxpar.ir.regions import inlined, region_of
 from fxpar.manager import PassManager
 from fxpar.ops.process_group import Group
+from fxpar.passes import counted_steps, step_passes
 from fxpar.passes.exchange import exchange, exchange_over
-from fxpar.passes.training_passes import counted_steps, step_passes
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import verify

@@ -21,7 +21,7 @@ from fxpar.ir.regions import inlined
 from fxpar.manager import PassManager
 from fxpar.ops.process_group import Group
 from fxpar.ops.selective_dispatch import needed_part
-from fxpar.passes.training_passes import counted_steps
+from fxpar.passes import counted_steps
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program

@@ -10,8 +10,8 @@ from fxpar.compile import compile_model
 from fxpar.cost.seconds import travels
 from fxpar.ir.regions import inlined, region_of, regions
 from fxpar.manager import PassManager
+from fxpar.passes import step_passes
 from fxpar.passes.overlap import overlap
-from fxpar.passes.training_passes import step_passes
 from fxpar.plan.cost import Cost
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program

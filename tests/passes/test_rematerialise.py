@@ -23,8 +23,8 @@ from fxpar.ir.step import RECOMPUTE
 from fxpar.manager import PassManager
 from fxpar.ops.lower import lower
 from fxpar.ops.process_group import Group
+from fxpar.passes import step_passes
 from fxpar.passes.outline_layers import outline_layers
-from fxpar.passes.training_passes import step_passes
 from fxpar.plan.cost import Cost
 from fxpar.plan.plan import Plan
 from fxpar.runtime.calls import LoweredStep, cut

@@ -14,7 +14,7 @@ from fxpar.compile import capture_differentiable, compile_model
 from fxpar.errors import FxparError, InputError, TextError
 from fxpar.ir.program import Program
 from fxpar.manager import PassManager
-from fxpar.passes.training_passes import STEP_PASSES
+from fxpar.passes import STEP_PASSES
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program

@@ -11,7 +11,7 @@ from fxpar.compile import compile_model, compile_step
 from fxpar.errors import CheckFailed, FxparError
 from fxpar.ir.stages import stages_of
 from fxpar.manager import PassManager
-from fxpar.passes.training_passes import step_passes
+from fxpar.passes import step_passes
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
