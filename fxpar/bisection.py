@@ -17,7 +17,8 @@ from fxpar.capture.capture import check_samples
 from fxpar.capture.prepared_model import in_precision
 from fxpar.compile import capture_differentiable, check_arguments, compile_program
 from fxpar.errors import FxparError
-from fxpar.ir.program import Program, Property
+from fxpar.ir.program import Program
+from fxpar.ir.properties import Property
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan

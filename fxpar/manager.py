@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fxpar.errors import CheckFailed, FxparError, InputError, PassError, shown
-from fxpar.ir.program import PassRecord, Program, Property, describe
+from fxpar.ir.program import PassRecord, Program, describe
+from fxpar.ir.properties import Property
 from fxpar.ir.regions import inlined
 from fxpar.ops.dataflow import Expressions
 from fxpar.signatures.check_cache import Facts, Sighting, facts_of, has_same_operations, sightings

@@ -10,7 +10,8 @@ if __name__ != "fxpar.passes":
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from fxpar.ir.program import Program, Property
+from fxpar.ir.program import Program
+from fxpar.ir.properties import Property
 from fxpar.ir.regions import inlined
 from fxpar.ir.stages import stages_of
 from fxpar.manager import Pass, PassManager

@@ -10,7 +10,8 @@ from contextvars import ContextVar
 from torch import fx
 
 from fxpar.errors import PassError
-from fxpar.ir.program import Program, Property, operands, output_types, update
+from fxpar.ir.program import Program, operands, output_types, update
+from fxpar.ir.properties import Property
 from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.nesting import spelled
 from fxpar.manager import register_pass

@@ -16,7 +16,6 @@ from fxpar.ir.program import (
     Input,
     Note,
     Program,
-    Property,
     TensorType,
     describe,
     note,
@@ -25,6 +24,7 @@ from fxpar.ir.program import (
     set_note,
     tensor_type,
 )
+from fxpar.ir.properties import Property
 from fxpar.ir.step import RNG_PATH
 from fxpar.layout.layout import I, Layout, R, V
 from fxpar.manager import register_pass

@@ -16,7 +16,6 @@ from fxpar.experts.compiler.choices import argument, plain
 from fxpar.experts.compiler.emitter import Emitter
 from fxpar.ir.program import (
     Program,
-    Property,
     ScalarType,
     TensorType,
     is_tensor,
@@ -28,6 +27,7 @@ from fxpar.ir.program import (
     tensor_type,
     update,
 )
+from fxpar.ir.properties import Property
 from fxpar.layout.symbolic_sizes import Size, simplify
 from fxpar.manager import register_pass
 from fxpar.rewrite.loss_reduction import add_losses

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from fxpar.ir.grad_flow import owner_of, summed
-from fxpar.ir.program import Note, Program, Property, note, operands, set_note, tensor_type
+from fxpar.ir.program import Note, Program, note, operands, set_note, tensor_type
+from fxpar.ir.properties import Property
 from fxpar.layout.symbolic_sizes import product
 from fxpar.manager import register_pass
 from fxpar.ops.collectives import copy_to, copy_to_shared, sum_gradients

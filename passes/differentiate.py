@@ -17,7 +17,6 @@ from fxpar.ir.program import (
     Input,
     Note,
     Program,
-    Property,
     TensorType,
     copy_node,
     describe,
@@ -30,6 +29,7 @@ from fxpar.ir.program import (
     set_note,
     take_name,
 )
+from fxpar.ir.properties import Property
 from fxpar.ir.step import (
     BACKWARD,
     MAIN,

@@ -9,7 +9,8 @@ from fxpar.errors import PlanError
 from fxpar.experts.compiler.dispatch import dispatch_of
 from fxpar.experts.compiler.expert_capacity import limit_rows
 from fxpar.experts.compiler.routed_rows import Routed, routed
-from fxpar.ir.program import Program, Property, describe, note, operands, output_node
+from fxpar.ir.program import Program, describe, note, operands, output_node
+from fxpar.ir.properties import Property
 from fxpar.ir.step import dropped_name, excess_name, load_name
 from fxpar.manager import register_pass
 from fxpar.mesh.axes import Cuts

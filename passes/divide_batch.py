@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from fxpar.ir.program import Program, Property, operands, tensor_type
+from fxpar.ir.program import Program, operands, tensor_type
+from fxpar.ir.properties import Property
 from fxpar.ir.step import batch_symbol
 from fxpar.layout.symbolic_sizes import names
 from fxpar.manager import register_pass

@@ -13,7 +13,6 @@ from fxpar.ir.program import (
     Input,
     Parameter,
     Program,
-    Property,
     ScalarType,
     TensorType,
     ValueType,
@@ -22,6 +21,7 @@ from fxpar.ir.program import (
     output_types,
     update,
 )
+from fxpar.ir.properties import Property
 from fxpar.ir.symbols import in_groups_of
 from fxpar.layout.symbolic_sizes import Size, simplify, symbol
 from fxpar.manager import register_pass

@@ -11,7 +11,8 @@ from torch import fx
 
 from fxpar.cost.buffer_reuse import Handshakes, copyable, handshakes, is_shot, is_sum
 from fxpar.cost.seconds import travels
-from fxpar.ir.program import Program, Property, copy_node, note, update
+from fxpar.ir.program import Program, copy_node, note, update
+from fxpar.ir.properties import Property
 from fxpar.ir.regions import Region, inlined, region_of
 from fxpar.manager import Pass, register_pass
 from fxpar.peer_memory.symmetric_buffer import BUFFERS

@@ -11,7 +11,8 @@ from torch import fx
 
 from fxpar.elements import TRUE, Element, Numbers, Predicate, broadcast, elements, index
 from fxpar.errors import PassError
-from fxpar.ir.program import Note, Program, Property, ScalarType, TensorType, note, remove_dead, set_note, tensor_type
+from fxpar.ir.program import Note, Program, ScalarType, TensorType, note, remove_dead, set_note, tensor_type
+from fxpar.ir.properties import Property
 from fxpar.layout.symbolic_sizes import Size, simplify
 from fxpar.manager import register_pass
 from fxpar.rules import bind_arguments

@@ -7,18 +7,8 @@ from torch import fx
 from fxpar.errors import PassError
 from fxpar.ir.grad_flow import carried
 from fxpar.ir.operators import canonical_placement
-from fxpar.ir.program import (
-    Note,
-    Program,
-    Property,
-    note,
-    operands,
-    output_layouts,
-    output_node,
-    set_note,
-    update,
-    with_operands,
-)
+from fxpar.ir.program import Note, Program, note, operands, output_layouts, output_node, set_note, update, with_operands
+from fxpar.ir.properties import Property
 from fxpar.ir.step import is_buffer
 from fxpar.layout.layout import I, Layout
 from fxpar.manager import register_pass

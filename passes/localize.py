@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fxpar.ir.program import Program, Property
+from fxpar.ir.program import Program
+from fxpar.ir.properties import Property
 from fxpar.manager import register_pass
 from fxpar.rewrite.local_sizes import localize_node
 

@@ -8,7 +8,8 @@ from torch import fx
 
 from fxpar.cost.capturable import scopes, why_not_capturable
 from fxpar.errors import InputError, PassError
-from fxpar.ir.program import Program, Property, ScalarType, note, operands, output_types, update
+from fxpar.ir.program import Program, ScalarType, note, operands, output_types, update
+from fxpar.ir.properties import Property
 from fxpar.ir.regions import regions
 from fxpar.layout.symbolic_sizes import names
 from fxpar.manager import register_pass

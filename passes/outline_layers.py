@@ -15,7 +15,6 @@ from fxpar.ir.grad_flow import plain
 from fxpar.ir.program import (
     Note,
     Program,
-    Property,
     ScalarType,
     TensorType,
     copy_node,
@@ -25,6 +24,7 @@ from fxpar.ir.program import (
     output_node,
     set_note,
 )
+from fxpar.ir.properties import Property
 from fxpar.ir.regions import BETWEEN_MODULES, Region, call_region
 from fxpar.ir.step import BACKWARD, PHASES, RECOMPUTE, WEIGHT
 from fxpar.manager import register_pass

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fxpar.cost.seconds import Estimates, estimates
-from fxpar.ir.program import Program, Property, ScalarType, copy_node, note
+from fxpar.ir.program import Program, ScalarType, copy_node, note
+from fxpar.ir.properties import Property
 from fxpar.ir.regions import Region, inlined, region_of
 from fxpar.manager import register_pass
 

@@ -9,7 +9,8 @@ from torch import fx
 
 from fxpar.cost.stage_cut_points import Divisible, divisible
 from fxpar.errors import PassError, PlanError
-from fxpar.ir.program import Note, Program, Property, TensorType, copy_node, describe, note, set_note, update
+from fxpar.ir.program import Note, Program, TensorType, copy_node, describe, note, set_note, update
+from fxpar.ir.properties import Property
 from fxpar.ir.stages import is_one_stage, stage_of
 from fxpar.ir.step import buffer_name, is_buffer
 from fxpar.manager import Pass, register_pass

@@ -6,7 +6,8 @@ import operator
 
 from torch import fx
 
-from fxpar.ir.program import Program, Property, note, output_layouts, output_types, update
+from fxpar.ir.program import Program, note, output_layouts, output_types, update
+from fxpar.ir.properties import Property
 from fxpar.manager import register_pass
 from fxpar.ops.collectives import all_reduce_coalesced
 

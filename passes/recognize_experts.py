@@ -9,7 +9,8 @@ from fxpar.experts.compiler.chosen_matrices import write_pairs
 from fxpar.experts.compiler.looped_experts import write_loops
 from fxpar.experts.compiler.routing_facts import routing_facts
 from fxpar.experts.compiler.sorted_rows import write_sorted
-from fxpar.ir.program import Program, Property, name_sizes, note, output_types, remove_dead
+from fxpar.ir.program import Program, name_sizes, note, output_types, remove_dead
+from fxpar.ir.properties import Property
 from fxpar.layout.symbolic_sizes import names
 from fxpar.manager import register_pass
 

@@ -10,7 +10,8 @@ from fxpar.cost.layers import layers
 from fxpar.cost.measure import storages
 from fxpar.errors import PlanError
 from fxpar.ir.grad_flow import weights_of
-from fxpar.ir.program import Program, Property, note, update
+from fxpar.ir.program import Program, note, update
+from fxpar.ir.properties import Property
 from fxpar.ir.step import BACKWARD, is_forward
 from fxpar.manager import register_pass
 from fxpar.passes.differentiate import forward_of

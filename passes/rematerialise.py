@@ -15,7 +15,8 @@ from fxpar.cost.seconds import again_seconds, collective_seconds
 from fxpar.errors import PlanError
 from fxpar.ir.grad_flow import weights_of
 from fxpar.ir.operators import computed_fraction
-from fxpar.ir.program import Program, Property, note, operands, output_layouts
+from fxpar.ir.program import Program, note, operands, output_layouts
+from fxpar.ir.properties import Property
 from fxpar.ir.step import BACKWARD, PARAMETER, is_forward
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.manager import register_pass

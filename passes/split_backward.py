@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 
-from fxpar.ir.program import Program, Property, note, output_node, update
+from fxpar.ir.program import Program, note, output_node, update
+from fxpar.ir.properties import Property
 from fxpar.ir.step import BACKWARD, WEIGHT, is_input_gradient
 from fxpar.manager import register_pass
 

@@ -10,7 +10,8 @@ from torch import fx
 
 from fxpar.errors import PassError
 from fxpar.ir.operators import inner_view
-from fxpar.ir.program import Program, Property, describe, operands, output_layouts, update
+from fxpar.ir.program import Program, describe, operands, output_layouts, update
+from fxpar.ir.properties import Property
 from fxpar.manager import register_pass
 from fxpar.ops.registry import COMPOSITE_OF
 from fxpar.rules import Refusal, bind_arguments, call_of, seed_signature

@@ -18,7 +18,7 @@ from fxpar.cli.output import CommandResult, Ui, amount, print_table, table, time
 from fxpar.cli.plan_flags import Request, command
 from fxpar.cli.program_commands import is_pipeline
 from fxpar.errors import InputError
-from fxpar.ir.program import Property
+from fxpar.ir.properties import Property
 
 if TYPE_CHECKING:
     from torch import fx

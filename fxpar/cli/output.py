@@ -20,8 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fxpar.errors import CheckFailed, FxparError, InputError, LayoutError
-from fxpar.text.printing import amount as amount
-from fxpar.text.printing import table as table
+from fxpar.text.tables import amount as amount
+from fxpar.text.tables import table as table
 
 FINE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from fxpar.cli.output import CommandResult, Ui, print_table, print_text, table, write_text
 from fxpar.cli.plan_flags import Passes, Request, command, number_option
 from fxpar.errors import InputError
-from fxpar.ir.program import Property
+from fxpar.ir.properties import Property
 from fxpar.mesh.axes import Cuts
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from fxpar.cli.output import FAILED, FINE, CommandResult, Ui, error_document, er
 from fxpar.cli.plan_flags import Passes, Request, command
 from fxpar.cli.program_commands import warn_unsplit, whole, whole_lines
 from fxpar.errors import CheckFailed, FxparError, InputError
-from fxpar.ir.program import Property
+from fxpar.ir.properties import Property
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -15,7 +15,8 @@ from torch import fx
 
 from fxpar.ir.grad_flow import carried, reached, weights_of
 from fxpar.ir.operators import apart_view, axes_of, inner_view
-from fxpar.ir.program import Program, Property, TensorType, note, operands, output_layouts, output_types
+from fxpar.ir.program import Program, TensorType, note, operands, output_layouts, output_types
+from fxpar.ir.properties import Property
 from fxpar.ir.step import RECOMPUTE, held_type
 from fxpar.ir.symbols import balanced, with_counted
 from fxpar.layout.layout import Placement

@@ -17,7 +17,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from fxpar.cost.stage_cut_points import Received
-from fxpar.text.printing import amount, table
+from fxpar.text.tables import amount, table
 
 _WIDTH = 120
 _NUMBER = re.compile(r"\d+")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from html import escape
 
 from fxpar.cost.figures import RankMemory, Report, Section, all_sections
-from fxpar.text.printing import amount
+from fxpar.text.tables import amount
 
 _STYLE = """
 :root { color-scheme: light dark; --back: #ffffff; --card: #f5f6f8; --text: #1c2430; --dim: #647082; --line: #dde1e7;

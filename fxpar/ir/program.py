@@ -11,7 +11,6 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias, TypeVar
 
@@ -52,43 +51,6 @@ PRECISION_DTYPES: Mapping[str, torch.dtype | None] = {
     "bf16_weights": torch.bfloat16,
 }
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-
-
-# The properties of programs that fxpar's own passes and checks go by.
-
-
-class Property(StrEnum):
-    """What holds of a program.
-
-    Attributes:
-        CANONICAL: each operation is written in one way.
-        MASKS: masks that sizes alone decide are folded.
-        SEQUENCE: ranks share out the lengths that they can.
-        EXPERTS: rows of experts go to the ranks that hold these.
-        LAYOUTS: every value has a layout.
-        COLLECTIVES: what converts one layout to another stands in the graph.
-        COALESCED: gradients of many parameters are summed at once.
-        VOCABULARY: operations over a vocabulary that is cut are their composites.
-        RNG: random bits are those of the counter generator.
-        LOCAL: sizes in the graph are those of a rank.
-        STAGES: each node belongs to a stage of the pipeline.
-        STEP: the graph is that of a training step, forward and backward.
-        REGIONS: equal layers are regions.
-    """
-
-    CANONICAL = "canonical"
-    MASKS = "masks"
-    SEQUENCE = "sequence"
-    EXPERTS = "experts"
-    LAYOUTS = "layouts"
-    COLLECTIVES = "collectives"
-    COALESCED = "coalesced"
-    VOCABULARY = "vocabulary"
-    RNG = "rng"
-    LOCAL = "local"
-    STAGES = "stages"
-    STEP = "step"
-    REGIONS = "regions"
 
 
 # Copies of nodes, which every pass and check begins with.

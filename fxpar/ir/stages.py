@@ -13,18 +13,8 @@ from torch import fx
 
 from fxpar.ir.grad_flow import carried, reached
 from fxpar.ir.operators import GraphOperator
-from fxpar.ir.program import (
-    Input,
-    Program,
-    Property,
-    TensorType,
-    copy_node,
-    module_of,
-    note,
-    output_node,
-    tensor_type,
-    update,
-)
+from fxpar.ir.program import Input, Program, TensorType, copy_node, module_of, note, output_node, tensor_type, update
+from fxpar.ir.properties import Property
 from fxpar.ir.step import input_gradient_name
 
 # Origin of an input that is an activation: a placeholder with a gradient that is no parameter.

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpar.ir.program import Property, TensorType, note, output_types
+from fxpar.ir.program import TensorType, note, output_types
+from fxpar.ir.properties import Property
 from fxpar.layout.layout import P, Placement, R
 from fxpar.ops import sdpa
 from fxpar.ops.lowering_context import OnRank

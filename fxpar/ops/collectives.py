@@ -29,7 +29,8 @@ from torch import Tensor, fx
 
 from fxpar.ir.grad_flow import owner_of
 from fxpar.ir.operators import dual, is_finer, pending, shared_fraction
-from fxpar.ir.program import Property, TensorType, note, operands, output_layouts, output_types
+from fxpar.ir.program import TensorType, note, operands, output_layouts, output_types
+from fxpar.ir.properties import Property
 from fxpar.ir.stages import is_received
 from fxpar.ir.step import BACKWARD, PARAMETER
 from fxpar.layout.layout import Layout, Placement

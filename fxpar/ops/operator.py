@@ -18,7 +18,8 @@ from torch import Tensor, fx
 
 from fxpar.errors import InputError
 from fxpar.ir.operators import GraphOperator
-from fxpar.ir.program import Note, Property, TensorType, note, output_types, update
+from fxpar.ir.program import Note, TensorType, note, output_types, update
+from fxpar.ir.properties import Property
 from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.symbolic_sizes import Size
 from fxpar.ops.lowering_context import OnRank

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.errors import InputError
-from fxpar.ir.program import Property, note, operands, output_types
+from fxpar.ir.program import note, operands, output_types
+from fxpar.ir.properties import Property
 from fxpar.layout.layout import I, Placement, R, V
 from fxpar.ops import counter, sdpa
 from fxpar.ops.counter import IndexCut

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.ir.operators import axes_of
-from fxpar.ir.program import Property, TensorType, operands, output_layouts, output_types
+from fxpar.ir.program import TensorType, operands, output_layouts, output_types
+from fxpar.ir.properties import Property
 from fxpar.layout.layout import I, P, Piece, Placement, fits
 from fxpar.ops import words
 from fxpar.ops.lowering_context import OnRank

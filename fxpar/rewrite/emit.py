@@ -17,7 +17,6 @@ from fxpar.ir.operators import in_backward
 from fxpar.ir.program import (
     Note,
     Program,
-    Property,
     ScalarType,
     TensorType,
     describe,
@@ -31,6 +30,7 @@ from fxpar.ir.program import (
     update,
     with_operands,
 )
+from fxpar.ir.properties import Property
 from fxpar.ir.step import BACKWARD, PARAMETER, RECOMPUTE
 from fxpar.ir.symbols import SIZE_FUNCTIONS
 from fxpar.layout.layout import Layout, P, Placement, R, shard

@@ -36,8 +36,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from rich import box
-from rich.table import Table
 from torch import fx
 
 from fxpar.errors import TextError
@@ -49,28 +47,6 @@ from fxpar.layout.nesting import seen_by
 from fxpar.layout.symbolic_sizes import Size
 from fxpar.ops.collectives import COERCION_OF
 
-# Tables and amounts as people read them.
-
-
-def table(*columns: str, right: tuple[str, ...] = (), whole: tuple[str, ...] = ()) -> Table:
-    """An empty table. Columns in `right` are numbers; these and those in `whole` are broken last. Nothing is cut."""
-    result = Table(header_style="bold", box=box.SIMPLE_HEAD)
-    result.show_edge, result.padding = False, (0, 1, 0, 0)
-    for name in columns:
-        whole_line = name in right or name in whole
-        result.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=whole_line)
-    return result
-
-
-def amount(size: float) -> str:
-    """Bytes for people: `512 B`, `9.0 KiB`, `1.5 MiB`."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    power = 0
-    while size >= 1024 and power < len(units) - 1:
-        size, power = size / 1024, power + 1
-    return f"{size:.0f} {units[power]}" if power == 0 else f"{size:.1f} {units[power]}"
-
-
 VERSION = "fxpar 2"
 NO_LOSS = "-"  # in place of the loss's name
 
@@ -78,7 +54,6 @@ _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", 
 _LOGIC = ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "xor", "not_", "invert")
 
 _ENDLESS = ("factorial", "comb", "perm")  # of a large number
-
 # Every callable besides torch.ops and fxpar's own that a text may name: functions of numbers without effects.
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{f"operator.{name}": getattr(operator, name) for name in (*_ARITHMETIC, *_LOGIC, "getitem")},

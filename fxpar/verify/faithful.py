@@ -23,7 +23,7 @@ from fxpar.cost.flops import matmul_flops
 from fxpar.ir.program import Program
 from fxpar.ir.symbols import with_counted
 from fxpar.layout.symbolic_sizes import evaluate
-from fxpar.text.printing import amount
+from fxpar.text.tables import amount
 from fxpar.verify.simulate_ranks import symbol_values
 from fxpar.verify.values import call_inputs, check_capture
 

@@ -20,7 +20,8 @@ from torch.fx.node import map_arg
 
 from fxpar.errors import CheckFailed
 from fxpar.ir.grad_flow import reached
-from fxpar.ir.program import Program, Property, ScalarType, TensorType, describe, note, operands, output_types
+from fxpar.ir.program import Program, ScalarType, TensorType, describe, note, operands, output_types
+from fxpar.ir.properties import Property
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops.operator import Operator
 from fxpar.rules import bind_arguments

@@ -20,7 +20,6 @@ from fxpar.cost.buffer_reuse import copyable, handshakes, is_shot, is_sum
 from fxpar.errors import CheckFailed
 from fxpar.ir.program import (
     Program,
-    Property,
     ScalarType,
     TensorType,
     describe,
@@ -30,6 +29,7 @@ from fxpar.ir.program import (
     output_node,
     output_types,
 )
+from fxpar.ir.properties import Property
 from fxpar.ir.step import (
     BACKWARD,
     PARAMETER,

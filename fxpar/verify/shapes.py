@@ -20,17 +20,8 @@ from torch.fx.node import map_arg
 
 from fxpar.errors import CheckFailed
 from fxpar.ir.grad_flow import plain
-from fxpar.ir.program import (
-    Program,
-    Property,
-    ScalarType,
-    TensorType,
-    describe,
-    note,
-    operands,
-    output_layouts,
-    output_types,
-)
+from fxpar.ir.program import Program, ScalarType, TensorType, describe, note, operands, output_layouts, output_types
+from fxpar.ir.properties import Property
 from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate

@@ -21,17 +21,8 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, maybe_
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fxpar.errors import CheckFailed, InputError, PassError, PlanError
-from fxpar.ir.program import (
-    Program,
-    Property,
-    ScalarType,
-    has_note,
-    module_of,
-    note,
-    output_layouts,
-    output_node,
-    output_types,
-)
+from fxpar.ir.program import Program, ScalarType, has_note, module_of, note, output_layouts, output_node, output_types
+from fxpar.ir.properties import Property
 from fxpar.ir.stages import Stage, stages_of
 from fxpar.ir.step import (
     PARAMETER,

@@ -12,7 +12,8 @@ from itertools import pairwise
 from torch import fx
 
 from fxpar.errors import CheckFailed
-from fxpar.ir.program import Program, Property, describe, note, output_layouts, tensor_type
+from fxpar.ir.program import Program, describe, note, output_layouts, tensor_type
+from fxpar.ir.properties import Property
 from fxpar.ir.regions import inlined
 from fxpar.ir.stages import Stage, is_transfer, stage_of, stages_of
 from fxpar.manager import Verifier

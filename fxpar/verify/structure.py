@@ -18,7 +18,6 @@ from fxpar.ir.grad_flow import owner_of
 from fxpar.ir.operators import axes_of, misnamed
 from fxpar.ir.program import (
     Program,
-    Property,
     ScalarType,
     TensorType,
     ValueType,
@@ -30,6 +29,7 @@ from fxpar.ir.program import (
     output_node,
     output_types,
 )
+from fxpar.ir.properties import Property
 from fxpar.ir.stages import is_transfer
 from fxpar.ir.step import RECOMPUTE, RNG_PATH, buffer_of, is_buffer, is_forward
 from fxpar.ir.symbols import Condition

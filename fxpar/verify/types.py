@@ -15,7 +15,8 @@ from torch import fx
 
 from fxpar.errors import CheckFailed, LayoutError
 from fxpar.ir.operators import as_parameter, canonical_placement, pending
-from fxpar.ir.program import Program, Property, describe, note, operands, output_layouts, output_types, tensor_type
+from fxpar.ir.program import Program, describe, note, operands, output_layouts, output_types, tensor_type
+from fxpar.ir.properties import Property
 from fxpar.ir.stages import is_sent, received_name
 from fxpar.ir.step import gradient_name, input_gradient_name, is_buffer, is_forward, is_gradient, output_of
 from fxpar.layout.layout import I, Layout, Placement, R, shard

@@ -29,7 +29,8 @@ from fxpar.capture.places import Blamed
 from fxpar.capture.prepared_model import cast_inputs, input_dtype, plain_surrounding, swapped
 from fxpar.capture.python_state import nothing_remembered, untouched
 from fxpar.errors import CheckFailed, InputError
-from fxpar.ir.program import Program, Property, output_layouts
+from fxpar.ir.program import Program, output_layouts
+from fxpar.ir.properties import Property
 from fxpar.ir.step import RNG_PATH, buffer_name, is_excess, module_of_load, written
 from fxpar.layout.shards import local_block, without_padding
 from fxpar.manager import PassManager

@@ -15,7 +15,8 @@ from fxpar.cost.communication import Collective, collectives
 from fxpar.cost.flops import matmul_flops, split_flops, uncounted
 from fxpar.cost.reasons import without_rule
 from fxpar.errors import CheckFailed, LayoutError, TextError
-from fxpar.ir.program import Program, Property, TensorType, note, operands, tensor_type
+from fxpar.ir.program import Program, TensorType, note, operands, tensor_type
+from fxpar.ir.properties import Property
 from fxpar.layout.layout import I, Placement
 from fxpar.layout.symbolic_sizes import product
 from fxpar.manager import PassManager

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fxpar.ir.program import Property, output_layouts
+from fxpar.ir.program import output_layouts
+from fxpar.ir.properties import Property
 from fxpar.layout.layout import padded_shard
 from fxpar.layout.shards import local_block
 from fxpar.layout.symbolic_sizes import shape_text

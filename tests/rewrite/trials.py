@@ -18,7 +18,8 @@ from torch import fx
 from fxpar.errors import FxparError
 from fxpar.ir.grad_flow import carried
 from fxpar.ir.operators import as_parameter, canonical_placement, is_finer
-from fxpar.ir.program import Input, Note, Parameter, Program, Property, TensorType, note, set_note
+from fxpar.ir.program import Input, Note, Parameter, Program, TensorType, note, set_note
+from fxpar.ir.properties import Property
 from fxpar.layout.layout import I, Layout, Placement, R, fits
 from fxpar.layout.nesting import pieces_of
 from fxpar.layout.shards import local_block
