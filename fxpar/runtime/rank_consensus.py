@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from fxpar import errors
+import fxpar.errors as errors
 from fxpar.errors import FxparError, InputError, RankError
 from fxpar.plan.plan import Plan
 from fxpar.runtime.alarm import Alarm, Failed, Meeting, Met, alarm_of, number, refuse_tracing, wait_for
