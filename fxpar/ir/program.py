@@ -490,7 +490,8 @@ def name_sizes(program: Program) -> None:
         if name in known:
             node.replace_all_uses_with(known[name])
         elif name in {symbol.name for symbol in program.symbols}:
-            node.name = program.graph._graph_namespace.create_name(name, None)
+            if re.fullmatch(rf"{name}(_\d+)?", node.name) is None:  # a name that is taken has a number
+                node.name = program.graph._graph_namespace.create_name(name, None)
             known[name] = node
 
 

@@ -14,7 +14,7 @@ from fxpar.compile import compile_program
 from fxpar.cost.communication import collectives
 from fxpar.ir.program import Program
 from fxpar.ir.step import RNG_PATH
-from fxpar.ops import collectives as ops
+from fxpar.ops import process_group as ops
 from fxpar.plan.plan import Plan
 from fxpar.verify.promote import promote, wide
 from fxpar.verify.simulate_ranks import run_ranks, step_of, symbol_values
