@@ -71,7 +71,7 @@ def test_passes_lists_contracts() -> None:
     assert [entry["name"] for entry in found] == [*NAMES, *(item.name for item in STEP_PASSES)]
     assert set(found[0]) == {"name", "requires", "provides", "invalidates", "preserves", "summary", "when"}
     assert found[1]["requires"] == ["canonical"]
-    assert [found[i]["provides"] for i in (1, 3, 5)] == [["masks"], ["sequence"], ["layouts"]]
+    assert [found[i]["provides"] for i in (2, 4, 6)] == [["masks"], ["sequence"], ["layouts"]]
     by_name = {entry["name"]: entry for entry in found}
     assert by_name["localize"]["requires"] == ["collectives", "rng", "vocabulary"]
     assert {name: entry["when"] for name, entry in by_name.items() if entry["when"]} == {

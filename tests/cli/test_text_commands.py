@@ -100,7 +100,7 @@ def test_run_goes_on_where_a_text_stops(dump: Path, tmp_path: Path) -> None:
     left = ["insert_collectives", "coalesce", "vocab_parallel", "assign_rng", "localize"]
     assert [record["name"] for record in result.document["passes"]] == left
     names = sorted(path.name for path in (tmp_path / "d").glob("*.txt"))
-    assert names == ["00-capture.txt", *(f"{i:02d}-{name}.txt" for i, name in enumerate(["annotate", *left], 6))]
+    assert names == ["00-capture.txt", *(f"{i:02d}-{name}.txt" for i, name in enumerate(["annotate", *left], 7))]
     assert (tmp_path / "d" / "12-localize.txt").read_text() == (dump / "12-localize.txt").read_text()
     assert fxpar("verify", str(tmp_path / "d" / "12-localize.txt"), "--level", "values").status == 0
 
