@@ -161,7 +161,6 @@ def _runs(program: Program) -> Iterator[tuple[str, str, list[fx.Node]]]:
             yield name, reason, list(run)
 
 
-# ---------------------------------------------------------------------- parts of a layer
 # A node of a step belongs to attention (`attn`: norm, attention and the sum with what entered) or MLP (`mlp`: norm,
 # MLP and that sum), or to nothing outside of layers.
 # A layer is the smallest numbered module of the author's that has an attention and, outside of the attention's

@@ -275,7 +275,6 @@ def _distance(cuts: Sequence[int], tokens: Sequence[int], until: Sequence[int], 
     return best
 
 
-# ---------------------------------------------------------------------- runs of operations on rows
 # What stands between a product or a collective and the next one, and which of it one kernel can compute with what it
 # reads: a cut between the two would have a value read again.
 

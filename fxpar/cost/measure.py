@@ -136,9 +136,6 @@ def _numbered(values: Mapping[str, list[Tensor]], foreign: set[str]) -> Storages
     return Storages(of, tuple(size), {name: sum(tensor.nbytes for tensor in leaves) for name, leaves in values.items()})
 
 
-# ---------------------------------------------------------------------- steps
-
-
 # What a collective moves in the terms of `fxpar.cost.communication`: the operand, or what all ranks' operands make up.
 _NAMES: Mapping[str, str] = {
     "all_reduce": "all_reduce",

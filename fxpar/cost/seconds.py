@@ -74,7 +74,6 @@ def again_seconds(flops: float, moved: float, cost: Cost) -> float:
     return flops / cost.flops + moved / cost.memory
 
 
-# ---------------------------------------------------------------------- what a ring sends
 # By a ring of n ranks, each sends (n - 1)/n of the whole value's bytes in a round; the whole value is what an
 # all-gather yields and what a reduction takes in (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
 # clusters of workstations", JPDC 2009).
@@ -99,7 +98,6 @@ def collective_seconds(op: str, n: int, size: float, cost: Cost, latency: float)
     return ROUNDS[op] * (latency + (n - 1) / n * size / cost.bandwidth)
 
 
-# ---------------------------------------------------------------------- what is stored
 # A compiled program stores these results and reads them again. Others are computed on the fly inside a kernel;
 # counting each of them would make a norm that is spelt out dearer than the same norm as one operation.
 
@@ -168,7 +166,6 @@ def _readers(node: fx.Node) -> set[fx.Node]:
     return readers
 
 
-# ---------------------------------------------------------------------- nodes of a step
 # Collectives, and matrix products in waves of multiprocessors; anything else takes next to nothing.
 
 
@@ -288,7 +285,6 @@ def _rounds(tiles: int, multiprocessors: int) -> int:
     return ceil(tiles / multiprocessors) * multiprocessors
 
 
-# ---------------------------------------------------------------------- what stays exposed
 # Time passes in matrix products and for collectives; those of an axis travel one after the other, and each is waited
 # for in front of its first reader, at the latest at the end of its run (`fxpar.passes.overlap`). What of a collective
 # cannot be hidden, since its kernel takes the products' multiprocessors, passes where it starts.

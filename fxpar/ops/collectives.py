@@ -506,8 +506,6 @@ def sum_gradients(*weights: Any, axis: str) -> Any:
     """
 
 
-# ---------------------------------------------------------------------- in the backward
-
 # What a coercion is in the backward, where I and R are one; None of those that leave the value as it is.
 IN_BACKWARD: Mapping[Any, Operator | None] = {
     **dict.fromkeys((copy_to, r_to_i, copy_to_shared)),

@@ -165,8 +165,6 @@ def _place(node: fx.Node, device: torch.device) -> None:
 
 aten = torch.ops.aten
 
-# ---------------------------------------------------------------------- padding rows
-
 # A buffer of static size has as many places as tokens may ever need, several times what they do need. Zeros in the rest
 # would cost as much as rows. What takes rows by their order or by counts passes over it; what computes each row by
 # itself carries on what is there, which may be no number. So operators on experts' rows have `fill=False` where nothing

@@ -329,8 +329,6 @@ def exchanged(sent: Sent, dim: int, pieces: Pieces, name: str, buffer: int) -> T
     return c.put_together(_finish(sent, _EXCHANGE, name, buffer), (dim, pieces))
 
 
-# ---------------------------------------------------------------------- tokens that some ranks need
-
 # Each of these is one call, which sends, waits and reads: how much travels is known where it is sent alone, and no copy
 # engine is told which rows (`fxpar.ops.selective_dispatch`).
 

@@ -150,8 +150,6 @@ def moe_unpermute(y: Tensor, order: Tensor, tokens: int, k: int) -> Tensor:
     return _put(y, None, order, tokens, k, y.dtype)
 
 
-# ---------------------------------------------------------------------- weighted sums
-
 # The next three operators are linear in their first two operands; the backward of each consists of the same three.
 
 
@@ -266,8 +264,6 @@ def dot_rows(x: Tensor, y: Tensor, order: Tensor, k: int, dtype: torch.dtype) ->
     return _dots(x, y, order, k, dtype)
 
 
-# ---------------------------------------------------------------------- limited capacity
-
 # Pairs beyond an expert's capacity go to nobody. Nothing is read on the host. Leading dimensions, one for each axis
 # that cuts tokens, stand for ranks: each fills its own places of every expert.
 
@@ -324,8 +320,6 @@ def _kept(indices: Tensor, weights: Tensor | None, experts: int, capacity: int) 
     is_kept = torch.empty_like(place, dtype=torch.bool).scatter(-1, order, place < capacity)
     return torch.where(is_kept, flat, experts).view(indices.shape)
 
-
-# ---------------------------------------------------------------------- rows moved
 
 # Each form is one kernel on GPUs with Triton, and elsewhere operations of torch, which are the reference.
 

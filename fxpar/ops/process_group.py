@@ -176,8 +176,6 @@ def gather_whole(x: Tensor, cut: Cut, group: Group) -> Tensor:
     return put_in_places(start_gather(x, group.name, group.size), *cut)
 
 
-# ---------------------------------------------------------------------- shared blocks
-
 # Shards whose blocks several ranks hold need no sub-groups: the ranks' summands of shared blocks travel as one tensor
 # in which each rank fills its own block and leaves zeros elsewhere, over the whole axis.
 

@@ -279,8 +279,6 @@ def attention(
     """
 
 
-# ---------------------------------------------------------------------- dropout on GPUs
-
 # By itself dropout is one kernel. Inductor, which fuses nothing with that, reads another form (`DECOMPOSITIONS`): words
 # of 32 bits, drawn in a kernel that reads no tensor, and plain operators that read one bit for an element, which end up
 # in the kernels before and after. A backward that is compiled with its forward reads the same words: a sixteenth of the

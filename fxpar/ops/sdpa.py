@@ -210,8 +210,6 @@ _UNITS = 16  # rows of an added mask begin at multiples of so many elements
 _ROWS = 32  # the efficient kernel has room for so many rows of sums at a time
 
 
-# ---------------------------------------------------------------------- fused kernels
-
 # On the meta device tensors are shapes alone, and stand for those of a GPU that this machine has not. Which kernel it
 # is follows from shapes, types and the device alone, so that the backward takes the one that the forward took.
 

@@ -27,8 +27,6 @@ from fxpar.signatures.matmul import formula
 from fxpar.signatures.op_call import OpCall
 from fxpar.torch_internals import is_fake
 
-# ---------------------------------------------------------------------- rules
-
 # Of an axis that the operator does not name: each index of the leading dimensions is apart.
 _APART = Rule(formula("... _ h, ... _ -> ... _ h", "x", "sizes"), (("x",),))
 

@@ -242,8 +242,6 @@ def transfer(self: Any) -> Any:
     """
 
 
-# ---------------------------------------------------------------------- placed products
-
 # Places are no operands: units that compute the same are compiled once, and whether a step adds to gradients is known
 # when it runs.
 

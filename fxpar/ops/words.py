@@ -371,8 +371,6 @@ def _all(x: Tensor, block: Block) -> Tensor:
     return gather_whole(x, (x.dim() - 1, [(1, None)]), block.group)
 
 
-# ---------------------------------------------------------------------- rules
-
 # For each operand that has the vocabulary the dimension that is it; a reason where the call has none.
 Dims = Callable[[OpCall], Mapping[str, int] | Refusal]
 
@@ -447,8 +445,6 @@ def rule(dims: Dims, output: Callable[[Placement], Placement]) -> Rule:
 
     return Rule(seed=signature, check=check, padding=("weight", "self"))
 
-
-# ---------------------------------------------------------------------- traffic
 
 # Collective, phase and number of rows, which are what an operator communicates one value of.
 Rows = Iterator[tuple[str, str, Size]]

@@ -262,8 +262,6 @@ def poisoned() -> Iterator[None]:
 _SLOT_GRAIN = 128
 
 
-# ---------------------------------------------------------------------- sums of rows
-
 # Blocks of rows go to their owners, which send the sums of these to all: the same bits on all ranks. Each rank sends as
 # many bytes as the tensor has, twice, but for its own part; over two ranks one copy of the whole is as much, and needs
 # one way. This is what any mailbox does, and what a kernel of one must give (`push_kernels`).
@@ -363,8 +361,6 @@ def added(parts: Sequence[Tensor]) -> Tensor:
 
 # Bytes in which the slots of an area begin: a GPU reads as many at once.
 
-
-# ---------------------------------------------------------------------- tokens that some ranks need
 
 # How many rows travel follows from the choice, but no size does: an area has a place for every token of every rank, and
 # only those are written, and read, that are needed. Both ends know which. A kernel must give the same (`push_needed`).

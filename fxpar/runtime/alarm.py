@@ -379,8 +379,6 @@ def wait_for(alarm: Alarm, store: Store, seconds: float) -> bool:
     return True
 
 
-# ---------------------------------------------------------------------- meeting
-
 # Where the hosts of all ranks meet: a few words of each, of which all get the largest and the smallest.
 
 
@@ -516,8 +514,6 @@ def number(text: str) -> int:
     """One that stands for a text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
-
-# ---------------------------------------------------------------------- tracing
 
 # Refuses to be traced: a rank's program is a graph already.
 

@@ -233,8 +233,6 @@ def eager_calls(step: LoweredStep, *, whole: bool) -> StepCalls:
     return StepCalls(step, step.forward, backward, {}, whole=whole, early=step.early)
 
 
-# ---------------------------------------------------------------------- step phases
-
 # A lowered step, cut by phase: what runs in the forward, in the backward, and once behind all microbatches.
 
 

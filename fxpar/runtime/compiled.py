@@ -255,8 +255,6 @@ class CompileProgress:
         sys.stderr.flush()
 
 
-# ---------------------------------------------------------------------- sizes
-
 # The sizes for which a step is compiled: numbers at first, symbols from the second ones on.
 
 

@@ -149,8 +149,6 @@ def part_of(program: Program, name: str, sizes: Mapping[str, int]) -> tuple[tupl
     return tuple(int(evaluate(size, sizes)) for size in local_shape(kind.shape, layout, program.axes)), kind.dtype
 
 
-# ---------------------------------------------------------------------- channels
-
 # How the ranks of a pipeline send each other what crosses a cut.
 
 

@@ -85,8 +85,6 @@ def gathered(parts: Sequence[Mapping[str, Tensor]], world: World, plan: Plan) ->
     return Loads(names, tuple(len(load) for load in summed[: len(names)]), dropped, counts)
 
 
-# ---------------------------------------------------------------------- budget
-
 # Steps whose experts received more rows than their buffers have places for are run again.
 
 

@@ -268,8 +268,6 @@ def _hooked(leaf: Tensor, gradient: Tensor) -> Tensor:
     return gradient
 
 
-# ---------------------------------------------------------------------- deferred grad sync
-
 # Gradients that wait for their sum over the ranks.
 
 
@@ -325,8 +323,6 @@ class Waiting:
         """Forgets what waits."""
         self._held = {}
 
-
-# ---------------------------------------------------------------------- tensor addresses
 
 # Where tensors lie in memory.
 

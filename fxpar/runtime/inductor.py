@@ -176,8 +176,6 @@ def place_products(graph: fx.Graph) -> int:
     return placed
 
 
-# ---------------------------------------------------------------------- partitioner hints
-
 # Sums that a compiled pair keeps for its backward.
 #
 # Where a backward needs the sum of two values alone, as a norm behind a residual connection does, PyTorch's min-cut
@@ -260,8 +258,6 @@ def _bytes(node: fx.Node) -> int:
     sizes = [int(size.node.hint or 0) if isinstance(size, torch.SymInt) else size for size in tensor.shape]
     return prod(sizes) * tensor.itemsize
 
-
-# ---------------------------------------------------------------------- inductor choices
 
 # Which kernels Inductor makes: what it is asked, where its own answer is not the best for a step on several ranks.
 #

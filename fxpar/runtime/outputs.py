@@ -152,8 +152,6 @@ class _Gathered(torch.autograd.Function):
         return take(gradient, dim, pieces, ctx.group.size, index), None, None, None
 
 
-# ---------------------------------------------------------------------- node
-
 # A step behind one node of autograd: outputs that the caller differentiates.
 
 

@@ -21,8 +21,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from fxpar.checkpoint.sharded import leaf_of, local_of
 from fxpar.errors import InputError
 
-# ---------------------------------------------------------------------- classes
-
 # Classes that code takes for the author's: of what the parts of a parallel module are instances.
 
 
@@ -75,8 +73,6 @@ def class_of(ours: type[_Module], author: type[nn.Module]) -> type[_Module]:
     stand_in: type[_Module] = maker.__new__(alike, author.__name__, (ours, author), namespace)
     return stand_in
 
-
-# ---------------------------------------------------------------------- whole parameters
 
 # What says on which device a tensor is.
 _OF_DEVICE = (
@@ -238,8 +234,6 @@ def _placed(value: Any, like: Elsewhere) -> Any:
     return placed
 
 
-# ---------------------------------------------------------------------- tensors
-
 # The parameters and buffers of a module, found once.
 
 
@@ -288,8 +282,6 @@ class Tensors:
         if not is_same:
             self._look()
 
-
-# ---------------------------------------------------------------------- master weights
 
 # Mixed precision at run time: float32 main values and the copies that programs run on (`fxpar.ir.step`).
 #

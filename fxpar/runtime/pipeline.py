@@ -353,8 +353,6 @@ class _PipelineStep:
         self.last[action.stage] = pending
 
 
-# ---------------------------------------------------------------------- scaling
-
 # Loss scaling over the stages of a pipeline.
 
 
@@ -387,8 +385,6 @@ def join(scaler: torch.amp.GradScaler, world: World) -> None:
     # The last stage alone scales a loss, and a scaler has no scale before it has scaled something.
     scaler.scale(torch.ones((), device=world.device))
 
-
-# ---------------------------------------------------------------------- tied stage params
 
 # Parameters that several stages of a pipeline hold: one value, whose gradients are summed.
 

@@ -411,8 +411,6 @@ def prove_rows(program: Program, passes: Sequence[Pass]) -> None:
         ) from error
 
 
-# ---------------------------------------------------------------------- size programs
-
 # Programs that are for sizes of their own: which sizes a further one has as numbers, and how many there may be.
 
 
@@ -472,8 +470,6 @@ def size_programs(known: Mapping[Any, Sequence[Compiled]]) -> tuple[str, ...]:
         texts += [] if is_one else [sizes_text(compiled.program) for compiled in programs]
     return tuple(texts)
 
-
-# ---------------------------------------------------------------------- stage assignment
 
 # Which stages of a pipeline a rank holds, and in what order it runs them.
 

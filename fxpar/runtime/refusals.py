@@ -253,8 +253,6 @@ class Submodule(Unwrappable):
         return super().load_state_dict({n: v for n, v in state_dict.items() if n not in elsewhere}, strict)
 
 
-# ---------------------------------------------------------------------- writes
-
 # What may be written to the modules of a parallel model: what a program sees, and what no code of the author's reads.
 
 
@@ -404,8 +402,6 @@ def check_free(root: nn.Module, name: str) -> None:
     if (is_property and name not in _OF_ALL) or any(name in table for table in tables):
         raise InputError(f"the name is taken by ParallelModule.{name}", where=name, remedy="rename it in the model")
 
-
-# ---------------------------------------------------------------------- settings
 
 # What the author's modules have in attributes that are no plain values: configurations, lists, tensors without a name.
 

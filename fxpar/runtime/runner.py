@@ -294,8 +294,6 @@ def _check_frozen(parameter: Parameter, value: Tensor) -> None:
         )
 
 
-# ---------------------------------------------------------------------- forward backward
-
 # What a call of a module does with one batch: a forward, or a forward and a backward.
 
 

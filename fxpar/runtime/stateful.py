@@ -256,8 +256,6 @@ class Stateful(Root):
         return progress.position
 
 
-# ---------------------------------------------------------------------- optimizers
-
 # Optimizers of a module's parameters: state that torch has distributed becomes parts.
 
 
@@ -335,8 +333,6 @@ def _keep_parts(optimizer: Optimizer) -> None:
                 if isinstance(value, DTensor) and not isinstance(value, Sharded):
                     state[key] = Sharded(part_of(value, parameter.place), parameter.place)
 
-
-# ---------------------------------------------------------------------- init parameters
 
 # A parallel module takes over its rank's parts of a model.
 

@@ -247,8 +247,6 @@ def _function(target: Any) -> str:
     return str(target) if isinstance(target, torch._ops.OpOverload) else f"{target} {id(target)}"
 
 
-# ---------------------------------------------------------------------- recompute copies
-
 # What a segment of a backward computes again, of what forwards made that are not compiled with it.
 #
 # What is made of each element alone needs no memory where what it is made of is there anyway: a number of each row,
@@ -344,8 +342,6 @@ def _is_smaller(one: fx.Node, other: fx.Node) -> bool:
         return False
     return kind.shape == whole.shape and kind.dtype.itemsize < whole.dtype.itemsize
 
-
-# ---------------------------------------------------------------------- compile units
 
 # The units in which a step is compiled: which segment of the backward goes with which of the forward.
 #

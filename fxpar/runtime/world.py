@@ -168,8 +168,6 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-# ---------------------------------------------------------------------- workers
-
 # The processes that compile a GPU's kernels, started before there is anything to compile.
 
 

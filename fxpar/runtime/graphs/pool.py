@@ -138,8 +138,6 @@ def new_pool(device: torch.device) -> Pool:
     return StandInPool()
 
 
-# ---------------------------------------------------------------------- standin
-
 # What stands in for CUDA graphs where there is no GPU, so that all but the graphs themselves is tried without one.
 
 
