@@ -13,7 +13,10 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.compiler import config as compiler_config
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -140,8 +144,24 @@ class Inductor:
     @contextlib.contextmanager
     def _compiling(self, mode: FakeTensorMode) -> Iterator[None]:
         options = config.patch(self._options)
-        with tracing(TracingContext(mode)), V.set_fake_mode(mode), options, V.set_choices_handler(Heuristics()):
+        tag = compiler_config.patch(cache_key_tag=cache_tag())  # type: ignore[attr-defined]
+        with tracing(TracingContext(mode)), V.set_fake_mode(mode), options, tag, V.set_choices_handler(Heuristics()):
             yield
+
+
+def cache_tag() -> str:
+    """Returns what Inductor's cache on disk tells versions of fxpar apart by, behind the user's own tag."""
+    return f"{compiler_config.cache_key_tag}{_fingerprint()}"
+
+
+@cache
+def _fingerprint() -> str:
+    # The cache knows operators by their names: code compiled for another version of them would compute something else.
+    digest = sha256()
+    for room in ("ops", "peer_memory", "runtime"):
+        for file in sorted((Path(__file__).parents[1] / room).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return f"fxpar {digest.hexdigest()}"
 
 
 def _traced(run: Callable[..., Sequence[Any]], fakes: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:

@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch._inductor.choices import InductorChoices
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.functional import layer_norm
 
 from fxpar.plan.plan import Plan
+from fxpar.runtime import inductor
 from fxpar.runtime.inductor import Heuristics, Inductor
 
 ops = torch.ops.fxpar
@@ -103,3 +106,19 @@ def test_what_arrived_is_read_by_one_kernel_and_nothing_is_put_there() -> None:
     readers = [line for line in lines if re.match(r"[\w.]+\(", line) and not line.startswith("assert")]
     assert len(readers) == 1, body
     assert not any("# reuse" in line for line in lines)
+
+
+def test_code_that_another_version_compiled_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's cache knows our operators by their names alone."""
+
+    def hits() -> int:
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        before = counters["inductor"]["fxgraph_cache_hit"]
+        fakes = [mode.from_tensor(torch.ones(3, 5))]
+        Inductor(Plan()).alone(lambda x: (x.sin() + 1,), fakes, mode, backward=False)
+        return int(counters["inductor"]["fxgraph_cache_hit"]) - before
+
+    with fresh_cache():
+        assert (hits(), hits()) == (0, 1)
+        monkeypatch.setattr(inductor, "_fingerprint", lambda: "fxpar of another day")
+        assert (hits(), hits()) == (0, 1)
