@@ -10,6 +10,7 @@ in the backward (PyTorch's min-cut).
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import config, ir, lowering
 from torch._inductor.choices import InductorChoices
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.cpu_vec_isa import x86_isa_checker
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.runtime.hints import ReductionHint
@@ -150,13 +152,22 @@ class Inductor:
 
 
 def cache_tag() -> str:
-    """Returns what Inductor's cache on disk tells versions of fxpar apart by, behind the user's own tag."""
-    return f"{compiler_config.cache_key_tag}{_fingerprint()}"
+    """Returns what Inductor's cache on disk tells code apart by, behind the user's own tag.
+
+    Inductor's key leaves out the processor's vectors: code for those of 8 numbers, loaded where a vector has 16, writes
+    behind the end of its results. It knows operators by their names alone: code that another version of them led to
+    would compute something else.
+    """
+    return f"{compiler_config.cache_key_tag}{_vectors()}{_fingerprint()}"
+
+
+def _vectors() -> str:
+    """What Inductor chooses the processor's vectors by."""
+    return f"{os.environ.get('ATEN_CPU_CAPABILITY')} {x86_isa_checker()} {torch.backends.cpu.get_cpu_capability()} "
 
 
 @cache
 def _fingerprint() -> str:
-    # The cache knows operators by their names: code compiled for another version of them would compute something else.
     digest = sha256()
     for room in ("ops", "peer_memory", "runtime"):
         for file in sorted((Path(__file__).parents[1] / room).rglob("*.py")):

@@ -108,17 +108,26 @@ def test_what_arrived_is_read_by_one_kernel_and_nothing_is_put_there() -> None:
     assert not any("# reuse" in line for line in lines)
 
 
+def cache_hits() -> int:
+    """How much of a function compiled now comes from Inductor's cache on disk."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    before = counters["inductor"]["fxgraph_cache_hit"]
+    fakes = [mode.from_tensor(torch.ones(3, 5))]
+    Inductor(Plan()).alone(lambda x: (x.sin() + 1,), fakes, mode, backward=False)
+    return int(counters["inductor"]["fxgraph_cache_hit"]) - before
+
+
 def test_code_that_another_version_compiled_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor's cache knows our operators by their names alone."""
-
-    def hits() -> int:
-        mode = FakeTensorMode(shape_env=ShapeEnv())
-        before = counters["inductor"]["fxgraph_cache_hit"]
-        fakes = [mode.from_tensor(torch.ones(3, 5))]
-        Inductor(Plan()).alone(lambda x: (x.sin() + 1,), fakes, mode, backward=False)
-        return int(counters["inductor"]["fxgraph_cache_hit"]) - before
-
     with fresh_cache():
-        assert (hits(), hits()) == (0, 1)
+        assert (cache_hits(), cache_hits()) == (0, 1)
         monkeypatch.setattr(inductor, "_fingerprint", lambda: "fxpar of another day")
-        assert (hits(), hits()) == (0, 1)
+        assert (cache_hits(), cache_hits()) == (0, 1)
+
+
+def test_code_for_other_vectors_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's key has no word of the processor's vectors: code for shorter ones writes behind its results."""
+    with fresh_cache():
+        for capability in ("avx512", "avx2", "default"):
+            monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+            assert (cache_hits(), cache_hits()) == (0, 1)
