@@ -1,12 +1,17 @@
 import gc
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 
 # torch reads it when it is first imported; the workers of pytest-xdist share the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Inductor takes the vectors that the processor names for granted: to try each takes a build and a process of its own.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Inductor's cache on disk has no word of the vectors that code was compiled for: what `torch.compile` made of a test
+# for others would be read.
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_tests_{capability}")
 
 import pytest
 import torch
