@@ -19,7 +19,12 @@ if TYPE_CHECKING:
     from fxpar.manager import PassManager as PassManager
     from fxpar.manager import register_pass as register_pass
     from fxpar.plan.cost import Cost as Cost
+    from fxpar.plan.option_groups import Communication as Communication
     from fxpar.plan.option_groups import CudaGraphs as CudaGraphs
+    from fxpar.plan.option_groups import Experts as Experts
+    from fxpar.plan.option_groups import Operators as Operators
+    from fxpar.plan.option_groups import Pipeline as Pipeline
+    from fxpar.plan.option_groups import Recompute as Recompute
     from fxpar.plan.plan import Plan as Plan
     from fxpar.rules import register_rule as register_rule
     from fxpar.runtime.module import ParallelModule as ParallelModule
@@ -28,13 +33,18 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "Checkpoint": "fxpar.checkpoint.safetensors_files",
+    "Communication": "fxpar.plan.option_groups",
     "Cost": "fxpar.plan.cost",
     "CudaGraphs": "fxpar.plan.option_groups",
+    "Experts": "fxpar.plan.option_groups",
     "FxparError": "fxpar.errors",
+    "Operators": "fxpar.plan.option_groups",
     "ParallelModule": "fxpar.runtime.module",
     "PassManager": "fxpar.manager",
+    "Pipeline": "fxpar.plan.option_groups",
     "Plan": "fxpar.plan.plan",
     "Program": "fxpar.ir.program",
+    "Recompute": "fxpar.plan.option_groups",
     "materialize": "fxpar.checkpoint.initial",
     "parallelize": "fxpar.api",
     "prefetch": "fxpar.api",

@@ -151,7 +151,7 @@ def compile_step(
         trained: parameters whose gradients are wanted.
         splits: whether a schedule runs the backward in two parts.
         copies: axes, and joined ones, whose ranks can copy into each other's memory; by default all with the plan's
-            exchange `copy`, and none with `auto`, which is known where the ranks are.
+            collective_transport `copy`, and none with `auto`, which is known where the ranks are.
 
     Raises:
         FxparError: a pass or a check refused it.

@@ -51,8 +51,8 @@ class Verification:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Operators that treat rows apart by the plan's word alone, which only a capture tries (`Plan.row_wise`)."""
-        return self.program.plan.row_wise if self.program.plan.data_ranks > 1 else ()
+        """Operators that treat rows apart by the plan's word alone, `batchwise_ops`; only a capture tries it."""
+        return self.program.plan.operators.batchwise_ops if self.program.plan.data_ranks > 1 else ()
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping for machines."""

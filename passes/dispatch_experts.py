@@ -37,19 +37,19 @@ def dispatch_experts(program: Program) -> Program:
 
     The ways, and what the terms mean, are in `fxpar.experts.compiler.dispatch`; `dispatch_of` chooses one for a layer.
     Where no axis holds different experts each data rank computes its own rows. Tokens that tensor parallel ranks share
-    are cut among them first and gathered behind, so that none travels twice. But for `dispatch="exact"` no size depends
-    on the routing and nothing waits for the host. Values and gradients stay equal; with a `capacity_factor` they are
-    those of a device that drops the same rows (`expert_capacity`).
+    are cut among them first and gathered behind, so that none travels twice. But for `dispatch="dropless"` no size
+    depends on the routing and nothing waits for the host. Values and gradients stay equal; with a `capacity_factor`
+    they are those of a device that drops the same rows (`expert_capacity`).
 
     Further outputs of each layer say how many rows each expert receives (`fxpar.load.…`), how many pairs are dropped
-    (`fxpar.dropped.…`), and for how many rows a `receive_budget` has no place (`fxpar.excess.…`): what was computed is
-    not to be used then.
+    (`fxpar.dropped.…`), and for how many rows a `recv_capacity_factor` has no place (`fxpar.excess.…`): what was
+    computed is not to be used then.
 
     Refuses experts that the holders do not divide, experts of a parameter each on tensor parallel ranks that are to
     hold different ones, and a plan whose ep nothing in the model consumes.
     """
     holders, plan = program.mesh.holders, program.plan
-    is_limited = plan.capacity_factor is not None
+    is_limited = plan.experts.capacity_factor is not None
     regions = routed(program) if holders or is_limited or plan.data_ranks > 1 else []
     known = {node for region in regions for node in region.grouped}
     others = [n for n in program.graph.nodes if n.target is torch.ops.fxpar.grouped_linear.default and n not in known]
@@ -57,12 +57,12 @@ def dispatch_experts(program: Program) -> Program:
         raise PlanError(
             "its rows are sorted in no way that is recognised as that of experts",
             where=describe(others[0]),
-            remedy="call fxpar.ops.experts in the model, or set ep=1 and leave capacity_factor out",
+            remedy="call fxpar.ops.experts in the model, or set ep=1 and leave experts.capacity_factor out",
         )
     if (holders or is_limited) and not regions:
         raise PlanError(
             "no operation of the model is recognised as that of experts",
-            where=f"ep={plan.ep}" if holders else f"capacity_factor={plan.capacity_factor}",
+            where=f"ep={plan.ep}" if holders else f"capacity_factor={plan.experts.capacity_factor}",
             remedy=f"call fxpar.ops.experts in the model, or {'set ep=1' if holders else 'leave it out'}",
         )
     for region in regions:

@@ -48,7 +48,7 @@ def exchange(program: Program) -> Program:
     its part of the step, and what in a region would need another buffer in each call, is left out; then all is numbered
     anew, since others may have relied on it, until nothing is left out.
     """
-    return _exchanged(program, None if program.plan.exchange == "copy" else ())
+    return _exchanged(program, None if program.plan.communication.collective_transport == "copy" else ())
 
 
 def exchange_over(axes: Collection[str]) -> Pass:

@@ -69,4 +69,4 @@ def _of_counted_rows(node: fx.Node, counted: Collection[str]) -> str:
     kinds = [kind for tensor in (node, *operands(node)) for kind in output_types(tensor)] if counted else []
     if names(size for kind in kinds for size in kind.shape).isdisjoint(counted):
         return ""
-    return "has as many rows as the routing decides; give dispatch='static'"
+    return "has as many rows as the routing decides; give experts.dispatch='static'"

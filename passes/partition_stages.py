@@ -50,7 +50,7 @@ def partition_stages(program: Program) -> Program:
     each stage that reads them, and never sent; a parameter is held by each stage that reads it, so tied ones are by
     several. Of the other operations, places are candidates where no less crosses another one near. Over the candidates
     the cut is exact (`fxpar.pipeline.compiler.partition`): the longest stage is as short as it can be, then what a
-    stage holds and keeps as little, then what crosses. `Plan.stages` says where some or all stages begin.
+    stage holds and keeps as little, then what crosses. `Pipeline.stages` says where some or all stages begin.
 
     Values stay equal. Refuses more stages than there are places, and a plan's place that is none.
     """
@@ -73,7 +73,7 @@ def holding(holders: Mapping[str, tuple[int, ...]]) -> Pass:
 
 
 def _cut(forward: Divisible, cuts: Sequence[int]) -> Program:
-    if forward.program.plan.recompute == "full":
+    if forward.program.plan.recompute.mode == "full":
         mark_layers(forward.program)
     stage: dict[fx.Node, int] = {}
     for index, (start, end) in enumerate(stage_ends(cuts, len(forward.order))):

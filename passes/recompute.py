@@ -20,7 +20,7 @@ from fxpar.rewrite.emit import compute_again, is_repeatable
 
 @register_pass("recompute", requires={Property.STEP}, preserves="dataflow")
 def recompute(program: Program) -> Program:
-    """Computes checkpointed regions again in the backward, and with `recompute="full"` every layer.
+    """Computes checkpointed regions again in the backward, and with `Recompute("full")` every layer.
 
     Before::
 
@@ -45,7 +45,7 @@ def recompute(program: Program) -> Program:
     backward = [node for node in program.graph.nodes if _phase(node) == BACKWARD]
     forward = _forward(program)
     # In a pipeline they are marked before stages are cut, of which one may have one layer alone.
-    is_full = program.plan.recompute == "full" and program.plan.pipeline_stages == 1
+    is_full = program.plan.recompute.mode == "full" and program.plan.pipeline_stages == 1
     if is_full and any(is_forward(read) for n in backward for read in n.all_input_nodes):
         whole, forward = _with_layers(program, forward)
         compute_again(program, {node for part in whole for node in _interior(part)}, backward)
@@ -74,8 +74,8 @@ def _layers(program: Program, forward: Program) -> list[list[fx.Node]]:
     if not parts:
         raise PlanError(
             "finds no layers: nothing in the forward is followed by something like it",
-            where="plan: recompute='full'",
-            remedy="choose recompute='selective', or put torch.utils.checkpoint around what is to be computed again",
+            where="plan: Recompute('full')",
+            remedy="choose Recompute('selective'), or put torch.utils.checkpoint around what is to be computed again",
         )
     return parts
 

@@ -30,7 +30,7 @@ from fxpar.sharding.activation_knapsack import Keeping
 
 @register_pass("rematerialise", requires={Property.STEP}, preserves="dataflow")
 def rematerialise(program: Program) -> Program:
-    """With `recompute="selective"`, keeps fewer bytes and computes what the backward reads again from them.
+    """With `Recompute("selective")`, keeps fewer bytes and computes what the backward reads again from them.
 
     Before::
 
@@ -56,7 +56,7 @@ def rematerialise(program: Program) -> Program:
 
     Refuses a budget that no choice keeps.
     """
-    if program.plan.recompute != "selective":
+    if program.plan.recompute.mode != "selective":
         return program
     backward = [node for node in program.graph.nodes if node.op == "call_function" and note(node).phase == BACKWARD]
     chosen = _chosen(program)
@@ -75,7 +75,7 @@ def _chosen(program: Program) -> set[fx.Node]:
     fixed = {node for node in reads if any(note(user).phase == PARAMETER for user in readers[node])}
     fixed |= {node for node in program.output_nodes().values() if is_forward(node)}
     keeping = Keeping(reads, fixed, seconds, stored)
-    requested = program.plan.activation_budget
+    requested = program.plan.recompute.activation_memory_budget
     if requested is None:
         return keeping.again(cheap, keeping.least(cheap))
     budget = int(requested * keeping.all_bytes if requested <= 1 else requested)
@@ -86,8 +86,8 @@ def _chosen(program: Program) -> set[fx.Node]:
     least = stored.total(keeping.least(cheap | gathers | products))
     raise PlanError(
         f"a rank cannot keep as little as {budget} bytes for the backward of the example's batch",
-        where=f"plan: activation_budget={requested}",
-        remedy=f"give at least {least} bytes, of {keeping.all_bytes} without recomputation, or use recompute='full'",
+        where=f"plan: activation_memory_budget={requested}",
+        remedy=f"give at least {least} bytes, of {keeping.all_bytes} without recomputation, or use Recompute('full')",
     )
 
 

@@ -86,7 +86,7 @@ def make(size: Size, variant: str, options: argparse.Namespace) -> Timed:
         compile=how == "compile",
         precision=options.precision,
         cuda_graphs=fxpar.CudaGraphs(impl or "none"),
-        exchange=options.exchange,
+        communication=fxpar.Communication(options.exchange),
         sequence_parallel=options.sequence_parallel,
     )
     ids = torch.randint(0, size.options["vocab_size"], (size.batch, size.sequence), generator=torch.Generator())

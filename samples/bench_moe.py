@@ -1,13 +1,13 @@
 """Milliseconds of a training step whose experts are on different GPUs.
 
     torchrun --nproc-per-node 2 samples/bench_moe.py --runs learned balanced learned+compile
-    torchrun --nproc-per-node 2 samples/bench_moe.py --runs learned+exact learned+alltoall
+    torchrun --nproc-per-node 2 samples/bench_moe.py --runs learned+dropless learned+alltoall
     torchrun --nproc-per-node 4 samples/bench_moe.py --runs learned+compile --batch 2 --json times.jsonl
     torchrun --nproc-per-node 2 samples/bench_moe.py --tiny --precision fp32     # to see that it runs, on a CPU too
 
 A run is FLAG+FLAG…: `learned`, the model's own router, or `balanced`, as many tokens for each expert; `compile`;
 `graph` (the step is one CUDA graph); `adamw` (the step has torch's fused AdamW and its clipping too, behind a graph);
-`unchecked` (batches are not compared over the ranks); `selective` and `full` (recomputation); `exact` (rows travel
+`unchecked` (batches are not compared over the ranks); `selective` and `full` (recomputation); `dropless` (rows travel
 alone), `alltoall` (rows travel in blocks), `budget` (buffers have
 half as many places again as an even load needs), `copy` and `nccl` (what ranks send by, where not by what is faster).
 Every GPU has its own sequences and experts: the plan is dp = ep = their number, etp = 1. The model is transformers'
@@ -35,7 +35,7 @@ import fxpar
 from samples.bench_tp import Size, build, run_all, time_steps, where_time_goes
 
 FLAGS = (
-    *("learned", "balanced", "eager", "compile", "graph", "adamw", "unchecked", "selective", "full", "exact"),
+    *("learned", "balanced", "eager", "compile", "graph", "adamw", "unchecked", "selective", "full", "dropless"),
     *("alltoall", "budget", "copy", "nccl"),
 )
 # Larger than any router's score.
@@ -102,13 +102,17 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
         dp=world,
         ep=world,
         etp=1,
-        dispatch=next((how for how in ("exact", "alltoall") if how in flags), "static"),
-        exchange=next((how for how in ("copy", "nccl") if how in flags), "auto"),
-        receive_budget=1.5 if "budget" in flags else None,
+        experts=fxpar.Experts(
+            dispatch=next((how for how in ("dropless", "alltoall") if how in flags), "static"),
+            recv_capacity_factor=1.5 if "budget" in flags else None,
+        ),
+        communication=fxpar.Communication(
+            collective_transport=next((how for how in ("copy", "nccl") if how in flags), "auto")
+        ),
         compile="compile" in flags,
         cuda_graphs=fxpar.CudaGraphs("full_iteration" if "graph" in flags else "none"),
         precision=options.precision,
-        recompute=next((flag for flag in ("selective", "full") if flag in flags), "none"),
+        recompute=fxpar.Recompute(next((flag for flag in ("selective", "full") if flag in flags), "none")),
     )
     original: Any = build(size, 0.0)
     if "balanced" in flags:

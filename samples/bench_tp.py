@@ -203,7 +203,7 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
         sequence_parallel="sp" in flags,
         compile="compile" in flags,
         precision=precision,
-        recompute=recompute,
+        recompute=fxpar.Recompute(recompute),
     )
     original = build(size, 0.1 if "dropout" in flags else 0.0)
     flops = step_flops(original, size)

@@ -158,7 +158,7 @@ def _capture(
     forget_proofs()
     function = loss if callable(loss) else None
     name = loss if isinstance(loss, str) else None
-    others, experts = OtherMemos(), named_experts(model, plan.experts)
+    others, experts = OtherMemos(), named_experts(model, plan.experts.expert_modules)
 
     def traced(copies: bool) -> tuple[Trace, Program, CallSpec]:
         options: dict[str, Any] = {"copies": copies, "experts": experts, "fixed": fixed, "dtype": input_dtype(plan)}
@@ -173,7 +173,7 @@ def _capture(
     compare(eager, Counter(str(n.kwargs["path"]) for n in program.graph.nodes if n.target is autograd_function))
     if program.loss and model.training:
         check_added_losses(program)
-    if plan.row_wise:
+    if plan.operators.batchwise_ops:
         call: Any = ((batch,), {})
         if function is None:
             call = cast_inputs(arguments(model, batch, False), input_dtype(plan))

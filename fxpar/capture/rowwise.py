@@ -1,4 +1,4 @@
-"""Whether operators that the plan declares row-wise are: all rows at once against parts of them, forward and backward.
+"""Whether operators of the plan's batchwise_ops compute rows apart: all rows against parts, forward and backward.
 
 Enters: a captured program with its plan, and what is known of parameters and inputs. Leaves: nothing, or an error that
 names the operator and what differs.
@@ -214,7 +214,7 @@ _LARGE = 1e3
 
 
 def check_row_wise(program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> None:
-    """Runs every call of an operator that the plan declares row-wise on all rows and on parts of them.
+    """Runs every call of an operator that the plan's batchwise_ops name on all rows and on parts of them.
 
     Args:
         program: as captured.
@@ -396,5 +396,5 @@ def _refuse(trial: RowTrial, reason: str) -> NoReturn:
     raise CaptureError(
         f"{name_of(trial.node)} is declared row-wise, and {reason}",
         where=describe(trial.node),
-        remedy=f"compute each row by itself, or leave it out of row_wise and set {axes}",
+        remedy=f"compute each row by itself, or leave it out of batchwise_ops and set {axes}",
     )

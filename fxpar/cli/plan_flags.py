@@ -1,7 +1,8 @@
-"""Flags of the plan's options, made from the fields of `Plan`.
+"""Flags of the plan's options, made from the fields of `Plan` and of its records.
 
-A flag is a field's name with dashes. Its help is the first sentence of what `Plan` says of the field, and the field's
-type says how its words become a value: mappings and lists take a flag for each entry. Needs no torch.
+A flag is a field's name with dashes; `--recompute` is the mode of its record. A flag's help is the first sentence of
+what the class says of the field, and the field's type says how its words become a value: mappings and lists take a flag
+for each entry. Needs no torch.
 """
 
 from __future__ import annotations
@@ -23,12 +24,18 @@ import yaml
 
 from fxpar.cli.output import CommandResult, Ui, console, error_document, error_text, print_error, print_json, status_of
 from fxpar.errors import FxparError, InputError, shown
-from fxpar.plan.option_groups import check_known
-from fxpar.plan.plan import CHOICES, Plan
+from fxpar.plan.cost import Cost
+from fxpar.plan.option_groups import CHOICES as GROUP_CHOICES
+from fxpar.plan.option_groups import CudaGraphs, check_known
+from fxpar.plan.plan import CHOICES, GROUPS, Plan
 
 # More digits than any size, rank or seed has; Python's own limit is thousands.
 _NUMBER = re.compile(r"[+-]?[0-9]{1,20}")
 _DECIMAL = re.compile(r"[0-9]{0,20}\.[0-9]{1,20}")
+
+
+# Records whose options stand behind one flag, as `--cost bandwidth=3e11`: by themselves their names say nothing.
+_BY_PAIRS = (CudaGraphs, Cost)
 
 
 @dataclass(frozen=True)
@@ -36,21 +43,28 @@ class Flag:
     """A plan's option on the command line.
 
     Attributes:
-        field: the option's name in `Plan`.
-        name: `--receive-budget`.
+        record: the record of `Plan` that has the option; empty where `Plan` has it.
+        field: the option's name there.
+        name: `--capacity-factor`.
         annotation: what typer makes of it.
-        change: the option's value, from a plan and what was given with the flag.
+        change: the option's value, from the plan or record as it is and what was given with the flag.
     """
 
+    record: str
     field: str
     name: str
     annotation: Any
-    change: Callable[[Plan, Any], Any]
+    change: Callable[[Any, Any], Any]
+
+    @property
+    def key(self) -> str:
+        """Returns the name of the flag as a parameter of a command."""
+        return self.name[2:].replace("-", "_")
 
     @property
     def parameter(self) -> inspect.Parameter:
         """Returns the flag as a parameter of a command; None is its default."""
-        return inspect.Parameter(self.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=self.annotation)
+        return inspect.Parameter(self.key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=self.annotation)
 
 
 def changed_plan(plan: Plan, values: Mapping[str, Any]) -> Plan:
@@ -58,14 +72,20 @@ def changed_plan(plan: Plan, values: Mapping[str, Any]) -> Plan:
 
     Args:
         plan: the one that flags change.
-        values: by field what typer read; None or an empty list where the flag was not given.
+        values: by parameter what typer read; None or an empty list where the flag was not given.
 
     Raises:
         InputError: an entry of a flag has another form.
         PlanError: the plan refuses a value.
     """
-    changes = {flag.field: flag.change(plan, values[flag.field]) for flag in plan_flags() if given(values[flag.field])}
-    return plan.replace(**changes)
+    changes: dict[str, Any] = {}
+    for flag in plan_flags():
+        if given(values[flag.key]):
+            owner = getattr(plan, flag.record) if flag.record else plan
+            changes.setdefault(flag.record, {})[flag.field] = flag.change(owner, values[flag.key])
+    flat = changes.pop("", {})
+    records = {name: dataclasses.replace(getattr(plan, name), **options) for name, options in changes.items()}
+    return plan.replace(**flat, **records)
 
 
 def given(value: Any) -> bool:
@@ -76,31 +96,39 @@ def given(value: Any) -> bool:
 @functools.cache
 def plan_flags() -> tuple[Flag, ...]:
     """Returns the flags of all options, in the order of the plan's fields."""
-    hints, docs = typing.get_type_hints(Plan), _documentation()
-    names = [field.name for field in dataclasses.fields(Plan)]
-    return tuple(_flag(name, hints[name], _first_sentence(docs.get(name, ""))) for name in names)
+    flags: list[Flag] = []
+    for field in dataclasses.fields(Plan):
+        kind = GROUPS.get(field.name)
+        if kind is None or kind in _BY_PAIRS:
+            flags.append(_flag("", Plan, field.name))
+        else:
+            flags += [_flag(field.name, kind, option.name) for option in dataclasses.fields(kind)]
+    return tuple(flags)
 
 
-def _flag(field: str, hint: Any, text: str) -> Flag:
-    """Returns the flag of a field by its type."""
-    name = "--" + field.replace("_", "-")
+def _flag(record: str, owner: type, field: str) -> Flag:
+    """Returns the flag of a field of a class by its type."""
+    hint, text = typing.get_type_hints(owner)[field], _first_sentence(_documentation(owner).get(field, ""))
+    name = "--" + (record if field == "mode" else field).replace("_", "-")
     parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     kinds = [part for part in parts if part is not types.NoneType]
-    default = getattr(Plan(), field)
+    default = getattr(owner(), field)
+    flag = functools.partial(Flag, record, field, name)
     if default not in (None, "") and isinstance(default, (str, int, float)):
         text = f"{text} (default: {_as_word(default)})"
     mapping = next((kind for kind in kinds if typing.get_origin(kind) is not None and _is_mapping(kind)), None)
     if mapping is not None:
         metavar, number_kinds = "NAME=VALUE", _kinds_of(typing.get_args(mapping)[1])
         change = functools.partial(_changed_mapping, field, name, number_kinds, len(kinds) > 1)
-        return Flag(field, name, _repeatable(name, metavar, text), change)
+        return flag(_repeatable(name, metavar, text), change)
     if dataclasses.is_dataclass(kinds[0]):
         change = functools.partial(_changed_record, field, name)
-        return Flag(field, name, _repeatable(name, "OPTION=VALUE", text), change)
+        return flag(_repeatable(name, "OPTION=VALUE", text), change)
     if typing.get_origin(kinds[0]) is tuple:
         change = functools.partial(_longer_list, field)
-        return Flag(field, name, _repeatable(name, "GLOB", text), change)
-    return Flag(field, name, _scalar(name, set(kinds), CHOICES.get(field, ()), text), lambda _, value: value)
+        return flag(_repeatable(name, "GLOB", text), change)
+    words = (CHOICES if owner is Plan else GROUP_CHOICES).get(field, ())
+    return flag(_scalar(name, set(kinds), words, text), lambda _, value: value)
 
 
 def _is_mapping(kind: Any) -> bool:
@@ -188,20 +216,20 @@ def _with_numbers(value: Any) -> Any:
         return value
 
 
-def _longer_list(field: str, plan: Plan, lines: Sequence[str]) -> tuple[str, ...]:
-    return (*getattr(plan, field), *lines)
+def _longer_list(field: str, owner: Any, lines: Sequence[str]) -> tuple[str, ...]:
+    return (*getattr(owner, field), *lines)
 
 
-def _changed_record(field: str, flag: str, plan: Plan, lines: Sequence[str]) -> Any:
+def _changed_record(field: str, flag: str, owner: Any, lines: Sequence[str]) -> Any:
     """Returns an option that has options of its own, some of them changed."""
-    record = getattr(plan, field)
+    record = getattr(owner, field)
     values = {key: yaml_value(text, f"{flag} {key}={text}") for key, text in _pairs(flag, lines, is_last=False).items()}
     check_known(values, type(record), flag)
     return dataclasses.replace(record, **values)
 
 
 def _changed_mapping(
-    field: str, flag: str, kinds: tuple[type, ...], is_list_too: bool, plan: Plan, lines: Sequence[str]
+    field: str, flag: str, kinds: tuple[type, ...], is_list_too: bool, owner: Any, lines: Sequence[str]
 ) -> Any:
     """Returns a mapping with further entries; of an option that may be a list of numbers too, what the flags alone say.
 
@@ -213,7 +241,7 @@ def _changed_mapping(
         return tuple(_of_kind(line, kinds, f"{flag} {line}", "NAME=VALUE, or numbers alone") for line in lines)
     pairs = _pairs(flag, lines, is_last=True).items()
     entries = {name: _of_kind(text, kinds, f"{flag} {name}={text}", "NAME=VALUE") for name, text in pairs}
-    return entries if is_list_too else {**getattr(plan, field), **entries}
+    return entries if is_list_too else {**getattr(owner, field), **entries}
 
 
 def _of_kind(text: str, kinds: tuple[type, ...], where: str, form: str) -> Any:
@@ -241,9 +269,9 @@ def _pairs(flag: str, lines: Sequence[str], is_last: bool) -> dict[str, str]:
 # ---------------------------------------------------------------------- documentation
 
 
-def _documentation() -> dict[str, str]:
-    """Returns what `Plan` says of each of its fields; nothing where Python keeps no docstrings."""
-    attributes = (inspect.getdoc(Plan) or "").partition("Attributes:\n")[2]
+def _documentation(owner: type) -> dict[str, str]:
+    """Returns what a class says of each of its fields; nothing where Python keeps no docstrings."""
+    attributes = (inspect.getdoc(owner) or "").partition("Attributes:\n")[2]
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
 
@@ -315,13 +343,13 @@ def _request(
     """Returns the request of a command line.
 
     Args:
-        options: those of the plan, by field.
+        options: those of the plan, by parameter.
 
     Raises:
         InputError: the plan file or a flag cannot be used.
     """
     values = {"--plan": plan, MODE_FLAG: train, "--batch": batch, "--seq": seq}
-    values |= {flag.name: options[flag.field] for flag in plan_flags()}
+    values |= {flag.name: options[flag.key] for flag in plan_flags()}
     changed = changed_plan(Plan() if plan is None else Plan.load(plan), options)
     return Request(model, changed, tuple(n for n, v in values.items() if given(v)), batch, seq, train is not False)
 

@@ -132,7 +132,9 @@ def _show_verification(stdout: Console, name: str, proof: Verification) -> None:
     rows = table("check", "result")
     rows.add_row("static", f"{', '.join(proof.checks)}: right")
     if proof.assumed:
-        rows.add_row("on the plan's word", f"{', '.join(proof.assumed)}: rows apart (row_wise; tried at capture alone)")
+        rows.add_row(
+            "on the plan's word", f"{', '.join(proof.assumed)}: rows apart (batchwise_ops; tried at capture alone)"
+        )
     if proof.values is not None:
         v = proof.values
         rows.add_row("loss", _error(v.loss_error) if proof.program.loss else "none: gradients are those of the outputs")

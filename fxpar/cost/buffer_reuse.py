@@ -162,15 +162,15 @@ def why_not_copied(program: Program, reach: Reach | None) -> dict[str, str]:
         axis = str(node.kwargs["axis"])
         if note(node).buffer:
             why = ""
-        elif plan.exchange == "nccl":
-            why = "the plan's exchange is 'nccl'"
+        elif plan.communication.collective_transport == "nccl":
+            why = "Communication('nccl')"
         elif node not in could:
             why = "once a step, or of a kind that is not copied"
         elif could[node] < plan.cost.least_copy:
             why = f"less than cost.least_copy, {plan.cost.least_copy:,.0f} bytes"
         elif reach is not None and axis not in reach.names:
             why = reach.reasons.get(axis, "") or "its ranks are no GPUs of one machine"
-        elif reach is None and plan.exchange == "auto":
+        elif reach is None and plan.communication.collective_transport == "auto":
             why = "whether ranks can copy is known where they run"
         else:
             why = "what travels beside it leaves no buffer free"

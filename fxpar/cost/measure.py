@@ -107,7 +107,7 @@ def storages(forward: Program, owned: frozenset[str]) -> Storages:
     joined = {str(node.kwargs["axis"]) for node in forward.graph.nodes if "axis" in node.kwargs}
     groups = {name: Group(name, len(forward.mesh.groups(name)[0])) for name in (*forward.axes, *sorted(joined))}
     lowered = lower(forward, groups)
-    remedy = "keep sizes that depend on values out of the model, or choose recompute='none'"
+    remedy = "keep sizes that depend on values out of the model, or choose Recompute('none')"
     # The address of a storage is its own while it lives.
     run = fx.Interpreter(lowered.module, garbage_collect_values=False)
     with _on_fakes("what is kept for the backward", "recompute", remedy):

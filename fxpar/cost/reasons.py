@@ -49,14 +49,14 @@ def without_rule(program: Program) -> list[str]:
     They have no rule, or are functions of the author's that are not known to be element-wise, with the reason. What the
     plan declares row-wise is whole for the ranks that split layers alone.
     """
-    operators, declared = set(), RowWise(program.plan.row_wise if program.plan.data_ranks > 1 else ())
+    operators, declared = set(), RowWise(program.plan.operators.batchwise_ops if program.plan.data_ranks > 1 else ())
     splits_layers = bool(program.plan.axes_for(Cuts.FEATURES))
     for node in program.graph.nodes:
         if not lacks_rule(node) or (declared.names(node) and not splits_layers):
             continue
         known = isinstance(node.target, Operator) and node.target.whole is not None
         text = f"{node.target}: {node.target.whole(call_of(node, 2))}" if known else key_of(node.target)
-        operators.add(f"{text} (of its rank's rows, as row_wise says)" if declared.names(node) else text)
+        operators.add(f"{text} (of its rank's rows, as batchwise_ops says)" if declared.names(node) else text)
     return sorted(operators)
 
 

@@ -146,7 +146,7 @@ class OnRank:
                 raise PassError(
                     f"a rank cuts what has {name} rows, a number that its values decide",
                     where="lowering",
-                    remedy="give dispatch='static'",
+                    remedy="give experts.dispatch='static'",
                 )
             path = next(i for i in self.program.inputs if i.path == known.path)
             source = self.program.node(path.node)

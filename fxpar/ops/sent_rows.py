@@ -144,7 +144,7 @@ def _back_derivative(call: Reverse) -> Gradients:
     shape=_sizes_shape,
     lower=_lower_sizes,
     stops_gradient=True,
-    uncaptured="copies how many rows travel to the host; give dispatch='static'",
+    uncaptured="copies how many rows travel to the host; give experts.dispatch='static'",
 )
 def split_sizes(order: Any, counts: Any, received: Any) -> Any:
     """How many rows go where, on the host.
@@ -172,7 +172,7 @@ _record = partial(
     shape=_shape,
     like=_rows_apart,
     apart=True,
-    uncaptured="sends as many rows as the routing decides; give dispatch='static'",
+    uncaptured="sends as many rows as the routing decides; give experts.dispatch='static'",
 )
 
 

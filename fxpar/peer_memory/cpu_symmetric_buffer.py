@@ -70,7 +70,7 @@ class HostMailbox(Mailbox):
                 raise RankError(
                     f"its memory cannot be opened: {error}",
                     where=f"rank {self.ranks[rank]}",
-                    remedy="set exchange='nccl', which sends through the process group",
+                    remedy="set Communication('nccl'), which sends through the process group",
                 ) from None
             maps.append(mmap.mmap(other, size))
             os.close(other)

@@ -74,8 +74,8 @@ class DeviceMailbox(Mailbox):
         if torch.cuda.is_current_stream_capturing():
             raise InputError(
                 "needs more memory that all ranks reach, which cannot be had while a CUDA graph is captured",
-                where="exchange",
-                remedy="call the model once with batches of these sizes before, or set exchange='nccl'",
+                where="communication",
+                remedy="call the model once with batches of these sizes before, or set Communication('nccl')",
             )
         local = symmetric.empty(size, dtype=torch.uint8, device=self.device)
         group: Any = self.group  # newer versions of torch want a type of their own, which is a text

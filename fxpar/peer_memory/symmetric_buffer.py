@@ -98,7 +98,7 @@ class Mailbox(ABC):
             raise InputError(
                 "an earlier call was broken off between a copy and its use, and what ranks copied is lost",
                 where=f"buffer {buffer}",
-                remedy="make the module again on all ranks, or set exchange='nccl' to go on behind errors",
+                remedy="make the module again on all ranks, or set Communication('nccl') to go on behind errors",
             )
         self._sent.add(buffer)
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from types import MappingProxyType
 from typing import Any
 
 from fxpar.errors import shown
 from fxpar.mesh.axes import PURPOSES
+from fxpar.plan.option_groups import OptionGroup
 
 # What an axis may have of its own.
 _OF_AXES = ("bandwidth", "latency")
@@ -19,7 +19,7 @@ _MAY_BE_ZERO = ("copy_latency", "kernel_latency", "hidden")
 
 
 @dataclass(frozen=True)
-class Cost:
+class Cost(OptionGroup):
     """What the layout choice takes a machine for. Only ratios decide a layout; the defaults are of one H200 of eight.
 
     Attributes:
@@ -27,8 +27,8 @@ class Cost:
         latency: seconds that a collective takes before its first byte.
         flops: multiply-adds a second, times two, of a rank's matrix products, where they fill its multiprocessors.
         memory: bytes a second of a rank's memory.
-        least_copy: bytes from which on ranks of one machine copy into each other's memory (`Plan.exchange`); what is
-            smaller they send through their process group, whose latency is less.
+        least_copy: bytes from which on ranks of one machine copy into each other's memory (`collective_transport`);
+            what is smaller they send through their process group, whose latency is less.
         copy_latency: seconds that such a copy takes besides its bytes, until what it brought can be read. A sum beside
             which less is computed is one kernel, however small; with 0 none is.
         multiprocessors: of a rank's GPU, which compute as many tiles of a product at a time; with 1 every product runs
@@ -52,20 +52,10 @@ class Cost:
     hidden: float = 0.3
     axes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if not any(self._wrong_axes()):
-            axes = {axis: MappingProxyType(dict(sorted(link.items()))) for axis, link in sorted(self.axes.items())}
-            object.__setattr__(self, "axes", MappingProxyType(axes))
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A read-only mapping cannot be pickled or copied."""
-        return _made, (self.to_dict(),)
+    __hash__ = OptionGroup.__hash__
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the values."""
+        """See `OptionGroup.problems`."""
         for entry in fields(self):
             value = getattr(self, entry.name)
             if entry.name == "axes" or (entry.name in _MAY_BE_ZERO and value == 0 and not isinstance(value, bool)):
@@ -102,19 +92,6 @@ class Cost:
             latency=max((link.get("latency", self.latency) for link in links), default=self.latency),
             axes={},
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """What differs from the defaults, in plain values."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        values["axes"] = {axis: dict(link) for axis, link in self.axes.items()}
-        return {name: value for name, value in values.items() if value != getattr(_USUAL, name)}
-
-
-_USUAL = Cost()
-
-
-def _made(values: Mapping[str, Any]) -> Cost:
-    return Cost(**values)
 
 
 def _wrong_number(name: str, value: Any) -> Iterator[str]:

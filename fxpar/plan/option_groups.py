@@ -1,6 +1,7 @@
-"""Options of a plan as fields: which there are, which differ from the defaults, and what is wrong with a mapping.
+"""Options of a plan that belong together, as records; and how options are read, compared and checked.
 
-Enters: a dataclass or the values of one. Leaves: its fields, or what is wrong with them. Needs no torch.
+Enters: the values of a record. Leaves: the frozen record, what differs from its defaults, or what is wrong with it.
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -8,25 +9,270 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import Any
 
 import yaml
 
 from fxpar.errors import PlanError, shown
 
-if TYPE_CHECKING:
-    from fxpar.plan.plan import Plan
-
-# What of a step is replayed as CUDA graphs.
-
+# More ranks than one axis ever had, more stages and microbatches: beyond them there is only a slip of the keyboard.
+MOST_RANKS = 4096
+_MOST_VARIANTS = 10000
 IMPLEMENTATIONS = ("none", "partial", "transformer_engine", "full_iteration")
 SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess")
-
-_MOST_VARIANTS = 10000
+# Options of records that take one of some words.
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "mode": ("none", "selective", "full"),
+    "collective_transport": ("auto", "nccl", "copy"),
+    "dispatch": ("static", "allgather", "alltoall", "dropless"),
+    "drop_policy": ("probs", "position"),
+}
 
 
 @dataclass(frozen=True)
-class CudaGraphs:
+class OptionGroup:
+    """Options that belong together. Lists of names are kept sorted, and mappings cannot be written to."""
+
+    def __post_init__(self) -> None:
+        if any(self.problems()):  # the plan refuses it, and shows what was written
+            return
+        for entry in fields(self):
+            object.__setattr__(self, entry.name, frozen(getattr(self, entry.name)))
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Gives the record as its options: a read-only mapping cannot be pickled or copied."""
+        return _rebuilt, (type(self), self.to_dict())
+
+    def problems(self) -> Iterator[str]:
+        """Yields what is wrong with the values."""
+        yield from ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what differs from the defaults, in plain values."""
+        return plain_changes(self, type(self)())
+
+
+def _rebuilt(kind: type[OptionGroup], values: Mapping[str, Any]) -> OptionGroup:
+    return kind(**values)
+
+
+@dataclass(frozen=True)
+class Pipeline(OptionGroup):
+    """Where the stages of a pipeline begin, and how its ranks alternate between them.
+
+    Attributes:
+        stages: where stages begin: for some or all but the first the name of a module, as the model names it, and the
+            number of the stage that begins with it; or for all stages how many layers they have, in order. What is not
+            said is chosen by cost.
+        group_size: of an interleaved schedule, how many microbatches of one stage a rank runs before it takes the next
+            of its stages; pp by default.
+    """
+
+    stages: Mapping[str, int] | tuple[int, ...] = ()
+    group_size: int | None = None
+
+    __hash__ = OptionGroup.__hash__
+
+    def __post_init__(self) -> None:
+        if not any(self.problems()):
+            # Numbers of layers stand in the order of the stages.
+            stages = frozen(self.stages) if isinstance(self.stages, Mapping) else tuple(self.stages)
+            object.__setattr__(self, "stages", stages or ())
+
+    def problems(self) -> Iterator[str]:
+        """See `OptionGroup.problems`."""
+        stages = self.stages
+        if isinstance(stages, Mapping):
+            for name in stages:
+                if not isinstance(name, str) or not name:
+                    yield f"pipeline.stages has the key {shown(name)}: write the name of a module"
+            if len({*map(repr, stages.values())}) != len(stages):
+                yield "pipeline.stages gives two modules one stage: each begins once"
+        elif not isinstance(stages, (tuple, list)) or any(type(count) is not int or count < 1 for count in stages):
+            yield (
+                f"pipeline.stages={shown(stages)} is neither a mapping from modules to stages nor numbers of layers: "
+                "write one"
+            )
+        if self.group_size is not None and (type(self.group_size) is not int or self.group_size < 1):
+            yield f"pipeline.group_size={shown(self.group_size)} is no number of microbatches: give one of at least 1"
+
+
+@dataclass(frozen=True)
+class Recompute(OptionGroup):
+    """What the backward computes again besides regions that the author checkpointed.
+
+    Attributes:
+        mode: what is computed again. `none`: nothing. `selective`: all that saves memory and has neither a matrix
+            product nor a collective in it; with an `activation_memory_budget`, what costs least time to keep within
+            that. `full`: each layer from what enters it.
+        activation_memory_budget: with `selective`, the most that a rank keeps for the backward, for inputs of the
+            example's sizes: up to 1 a part of what `none` keeps, above it bytes. Gathers of a sequence are sent again
+            where that is cheapest, products computed again where it cannot be kept without; one that cannot be kept is
+            refused.
+    """
+
+    mode: str = "none"
+    activation_memory_budget: int | float | None = None
+
+    def problems(self) -> Iterator[str]:
+        """See `OptionGroup.problems`."""
+        yield from wrong_words("recompute", self)
+        budget, name = self.activation_memory_budget, "recompute.activation_memory_budget"
+        if budget is None:
+            return
+        if type(budget) not in (int, float) or not 0 <= budget < 2**63 or (budget > 1 and budget != int(budget)):
+            yield f"{name}={shown(budget)} is neither a part from 0 to 1 nor a number of bytes: give one"
+        elif self.mode != "selective":
+            yield f"{name}={shown(budget)} is of mode='selective': choose that, or leave it out"
+
+
+@dataclass(frozen=True)
+class Communication(OptionGroup):
+    """How ranks send.
+
+    Attributes:
+        collective_transport: how the ranks of an axis send what is large in each microbatch of a training step.
+            `nccl`: through their process group, whichever backend that has. `copy`: into each other's memory, on GPUs
+            by copy engines, which leave the multiprocessors to products, or a kernel where there are none beside it;
+            ranks that cannot are refused. `auto`: so between two GPUs that reach each other's memory; between more
+            NCCL is faster. What is smaller than `cost.least_copy`, but for such kernels, and what is sent once a step
+            the group sends.
+    """
+
+    collective_transport: str = "auto"
+
+    def problems(self) -> Iterator[str]:
+        """See `OptionGroup.problems`."""
+        yield from wrong_words("communication", self)
+
+
+@dataclass(frozen=True)
+class Operators(OptionGroup):
+    """What an author says of operators that fxpar has no rule for.
+
+    Attributes:
+        batchwise_ops: globs on the names of operators that no rule knows (`mylib.scan.default`, as the text form has
+            it, or an autograd function's class, `mymodel.scan.Scan`), each of which computes the rows of the batch
+            apart: dimension 0 of an operand or output whose size is a multiple of the batch is rows, other operands
+            serve all rows. Data parallel ranks can run an operator without a rule only so. That it is true is checked
+            when the model is captured. A glob that matches none is an error.
+        added_losses: globs on the names of autograd functions (`mymodel.moe.AddLoss`) that return their first operand,
+            and whose backward gives their other one, a scalar loss, a fixed gradient: router losses are added so. That
+            one is then a term of the model's loss, without its value, and weighed as that is: over microbatches, words
+            and data ranks. What the function multiplies by is for a step of one microbatch, and read when the model is
+            captured, with a trial that the function does this and nothing else.
+    """
+
+    batchwise_ops: tuple[str, ...] = ()
+    added_losses: tuple[str, ...] = ()
+
+    def problems(self) -> Iterator[str]:
+        """See `OptionGroup.problems`."""
+        yield from globs("operators.batchwise_ops", self.batchwise_ops, "operators")
+        yield from globs("operators.added_losses", self.added_losses, "autograd functions")
+
+
+@dataclass(frozen=True)
+class Experts(OptionGroup):
+    """How tokens reach their experts.
+
+    Attributes:
+        dispatch: how tokens come to the ranks that hold their experts. `static`: so that no size depends on the routing
+            and nothing waits for the host, in whichever of two ways less travels. `allgather`: each of those ranks gets
+            the tokens of all, or where they copy (`collective_transport`) those that it needs if that is less than nine
+            tenths, and sums of what its experts make of them go back; not where tensor parallel ranks share tokens that
+            data ranks send. `alltoall`: rows travel, in buffers of as many places as tokens may ever need. `dropless`:
+            rows alone; how many is on the host in front of the all-to-all: nothing is compiled, nor captured as CUDA
+            graphs.
+        recv_capacity_factor: of dispatch other than `dropless`, how many places its buffers have, as a multiple, of at
+            least 1, of what they need where the load is even, and no more than tokens may ever need. A training step in
+            which more rows come is noticed behind its backward, before its gradients count, and repeated with buffers
+            of as many places as may be needed; calls outside of `train_step` have these always. None: all do.
+        capacity_factor: a limit of the rows that an expert takes, as a multiple of what each gets of a rank's T tokens
+            where the load is even: ceil(T·K / E · capacity_factor) of each source for K of E experts a token. Sources
+            are data ranks, and where `ep` has several ranks each tensor parallel rank with its part of the sequence, in
+            which padding counts. What goes beyond is dropped: those experts add nothing to the token's sum, and the
+            other weights stay what they are. A training is then not that of one device, but that of one device that
+            drops the same rows. None: nothing is dropped.
+        drop_policy: with a `capacity_factor`, which rows an expert takes: `probs`, those of the largest weights, of
+            equal ones those that stand first; `position`, those that stand first.
+        pad_to_capacity: with a `capacity_factor` and `static` dispatch, whether each expert computes as many rows as
+            its capacity, rows of zeros where it has fewer: products whose sizes no routing changes.
+        expert_modules: globs on the names of modules of experts (`*.mlp.experts`) whose forward is
+            `(hidden_states [T, h], top_k_index [T, K], top_k_weights [T, K]) -> [T, h]`, with a loop over experts that
+            depends on the routing, and so cannot be traced. They are computed as experts on rows instead, from weights
+            of the usual names: `gate_up_proj` and `down_proj`, `gate_proj`, `up_proj` and `down_proj`, or `w1`, `w3`
+            and `w2`, without a gate `up_proj` or `w1` alone; stacked, [E, out, in] or [E, in, out], with biases
+            `…_bias`, or linear layers of a list of experts, whose weights each rank of `ep` has whole. `act_fn` is the
+            activation, SiLU by default, `_apply_gate` a gate of its own. When the model is captured each is run on
+            random values, and refused where its own forward gives anything else. Models of transformers whose experts
+            its `ExpertsInterface` dispatches need no line. A glob that matches none is an error.
+    """
+
+    dispatch: str = "static"
+    recv_capacity_factor: int | float | None = None
+    capacity_factor: int | float | None = None
+    drop_policy: str = "probs"
+    pad_to_capacity: bool = False
+    expert_modules: tuple[str, ...] = ()
+
+    def problems(self) -> Iterator[str]:
+        """See `OptionGroup.problems`."""
+        yield from wrong_words("experts", self)
+        yield from globs("experts.expert_modules", self.expert_modules, "modules")
+        factor = self.recv_capacity_factor
+        if factor is not None and (type(factor) not in (int, float) or not 1 <= factor < 2**16):
+            yield (
+                f"experts.recv_capacity_factor={shown(factor)} is no multiple of a balanced load: give a number of at "
+                "least 1"
+            )
+        if type(self.pad_to_capacity) is not bool:
+            yield f"experts.pad_to_capacity={shown(self.pad_to_capacity)} is neither True nor False: write one of them"
+        if self.capacity_factor is None:
+            depends = {"drop_policy": self.drop_policy != "probs", "pad_to_capacity": self.pad_to_capacity is True}
+            for name in (name for name, is_set in depends.items() if is_set):
+                yield f"experts.{name} is of a capacity_factor: give one, or leave {name} out"
+        elif type(self.capacity_factor) not in (int, float) or not 0 < self.capacity_factor < 2**16:
+            yield (
+                f"experts.capacity_factor={shown(self.capacity_factor)} is no multiple of a balanced load: give a "
+                "number above 0"
+            )
+        else:
+            yield from self._wrong_places()
+
+    def _wrong_places(self) -> Iterator[str]:
+        """Yields what contradicts a capacity."""
+        if self.pad_to_capacity is True and self.dispatch == "dropless":
+            yield (
+                "experts.dispatch='dropless' sends rows alone, and pad_to_capacity others too: leave it out, or "
+                "dispatch='static'"
+            )
+        if self.pad_to_capacity is True and self.dispatch == "allgather":
+            yield (
+                "experts.dispatch='allgather' sends tokens, and pad_to_capacity rows: leave it out, or give "
+                "dispatch='static'"
+            )
+        places = self.recv_capacity_factor
+        if places is None or type(places) not in (int, float):
+            return
+        if self.pad_to_capacity is True:
+            yield (
+                "experts.recv_capacity_factor and pad_to_capacity both say how many places a buffer has: leave one of "
+                "them out"
+            )
+        elif self.capacity_factor is not None and places >= self.capacity_factor:
+            yield (
+                f"experts.recv_capacity_factor={places} is no less than capacity_factor={self.capacity_factor}, by "
+                "which every row that is kept has a place: leave recv_capacity_factor out"
+            )
+
+
+@dataclass(frozen=True)
+class CudaGraphs(OptionGroup):
     """CUDA graphs: kernels of a step are recorded once and launched together, so that the host is out of the way.
 
     Attributes:
@@ -45,25 +291,18 @@ class CudaGraphs:
     scope: tuple[str, ...] = ()
     variants: int = 16
 
-    def __post_init__(self) -> None:
-        if isinstance(self.scope, (list, tuple)) and all(isinstance(name, str) for name in self.scope):
-            object.__setattr__(self, "scope", tuple(sorted(set(self.scope))))
-
     @property
     def is_on(self) -> bool:
         """Whether anything is captured."""
         return self.impl != "none"
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the values."""
+        """See `OptionGroup.problems`."""
         if self.impl not in IMPLEMENTATIONS:
             yield f"cuda_graphs.impl={shown(self.impl)} is unknown: choose one of {', '.join(IMPLEMENTATIONS)}"
         if type(self.variants) is not int or not 1 <= self.variants <= _MOST_VARIANTS:
             yield f"cuda_graphs.variants={shown(self.variants)} is no number of graphs: give one from 1 on"
-        yield from self._wrong_scope()
-
-    def _wrong_scope(self) -> Iterator[str]:
-        if not isinstance(self.scope, tuple):
+        if not isinstance(self.scope, (tuple, list)):
             yield f"cuda_graphs.scope={shown(self.scope)} is no list: write names of {', '.join(SCOPES)}"
             return
         for name in self.scope:
@@ -76,147 +315,55 @@ class CudaGraphs:
         if "moe" in self.scope and {"moe_router", "moe_preprocess"} & set(self.scope):
             yield "cuda_graphs.scope has moe, which holds moe_router and moe_preprocess: name one or the others"
 
-    def to_dict(self) -> dict[str, Any]:
-        """What differs from the defaults, in plain values."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        values["scope"] = list(self.scope)
-        usual: dict[str, Any] = {**{entry.name: entry.default for entry in fields(self)}, "scope": []}
-        return {name: value for name, value in values.items() if value != usual[name]}
+
+# What records and the plan share.
 
 
-# What a plan says of how rows travel to their experts.
+def frozen(option: Any) -> Any:
+    """Returns an option as plans keep it: names sorted, each once, and mappings sorted and read-only."""
+    if isinstance(option, Mapping):
+        return MappingProxyType({key: frozen(option[key]) for key in sorted(option)})
+    return tuple(sorted(set(option))) if isinstance(option, (list, tuple)) else option
 
-DISPATCHES = ("static", "allgather", "alltoall", "exact")
-DROP_POLICIES = ("probs", "position")
+
+def plain_changes(record: Any, default: Any) -> dict[str, Any]:
+    """Returns the fields of a record that differ from the default's, as a file has them."""
+    values = {entry.name: getattr(record, entry.name) for entry in fields(record)}
+    return {name: _plain(value) for name, value in values.items() if value != getattr(default, name)}
 
 
-def expert_problems(plan: Plan) -> Iterator[str]:
-    """What is wrong with the dispatch of a plan."""
-    if plan.dispatch not in DISPATCHES:
+def _plain(option: Any) -> Any:
+    if isinstance(option, OptionGroup):
+        return option.to_dict()
+    if isinstance(option, Mapping):
+        return {key: _plain(entry) for key, entry in option.items()}
+    return list(option) if isinstance(option, tuple) else option
+
+
+def wrong_words(record: str, values: OptionGroup) -> Iterator[str]:
+    """Yields what is wrong with the options of a record that take one of some words."""
+    for entry in fields(values):
+        option, words = getattr(values, entry.name), CHOICES.get(entry.name)
+        if words is not None and option not in words:
+            yield f"{record}.{entry.name}={shown(option)} is unknown: choose one of {', '.join(words)}"
+
+
+def by_path(option: str, values: Any, kinds: tuple[type, ...], what: str) -> Iterator[str]:
+    """Yields what is wrong with an option that says something of each of some inputs."""
+    if not isinstance(values, Mapping):
+        yield f"{option}={shown(values)} is no mapping from paths of inputs: write {{'labels': …}}"
         return
-    yield from _wrong_budget(plan)
-    yield from _wrong_capacity(plan)
-    if plan.dispatch == "static":
-        return
-    if plan.ep == 1:
-        yield f"dispatch={plan.dispatch!r} is of experts on several ranks, and ep=1: give ep of at least 2"
-    if plan.dispatch != "exact":
-        return
-    if isinstance(plan.cuda_graphs, CudaGraphs) and plan.cuda_graphs.is_on:
-        # What stands between graphs has fixed addresses and sizes too (`fxpar.runtime.graphs.partial`).
-        yield "dispatch='exact' has sizes that no CUDA graph can hold: leave cuda_graphs out, or give dispatch='static'"
-    if plan.compile:
-        # Units are compiled for sizes of inputs (`fxpar.runtime.compiled`); rows would be further ones in each layer.
-        yield "dispatch='exact' has sizes that the routing decides: give compile=False, or dispatch='static'"
+    for path, value in values.items():
+        if not isinstance(path, str) or not path:
+            yield f"{option} has the key {shown(path)}: write an input's path, as labels or batch.0"
+        if type(value) not in kinds or value != value:
+            yield f"{option}[{shown(path)}]={shown(value)} is no {what}: give one"
 
 
-def _wrong_budget(plan: Plan) -> Iterator[str]:
-    budget, graphs = plan.receive_budget, plan.cuda_graphs
-    if budget is None:
-        return
-    if type(budget) not in (int, float) or not 1 <= budget < 2**16:
-        yield f"receive_budget={shown(budget)} is no multiple of a balanced load: give a number of at least 1"
-    elif plan.ep == 1 or plan.dispatch == "exact":
-        yield f"receive_budget={budget} is of dispatch='static' with ep of at least 2: choose these, or leave it out"
-    if plan.pp > 1:
-        # A stage has sent gradients on before the last one knows that rows were too many.
-        yield "receive_budget repeats steps, and those of a pipeline are not repeated yet: leave it out, or pp=1"
-    if isinstance(graphs, CudaGraphs) and graphs.impl not in ("none", "partial"):
-        yield (
-            f"receive_budget is asked for on the host in each step, which CudaGraphs({graphs.impl!r}) cannot: "
-            "leave it out, or give CudaGraphs('partial')"
-        )
-
-
-def _wrong_capacity(plan: Plan) -> Iterator[str]:
-    factor, budget = plan.capacity_factor, plan.receive_budget
-    if type(plan.pad_to_capacity) is not bool:
-        yield f"pad_to_capacity={shown(plan.pad_to_capacity)} is neither True nor False: write one of them"
-    if factor is None:
-        options = {"drop_policy": plan.drop_policy != DROP_POLICIES[0], "pad_to_capacity": plan.pad_to_capacity is True}
-        for name in (name for name, is_given in options.items() if is_given):
-            yield f"{name} is of a capacity_factor: give one, or leave {name} out"
-        return
-    if type(factor) not in (int, float) or not 0 < factor < 2**16:
-        yield f"capacity_factor={shown(factor)} is no multiple of a balanced load: give a number above 0"
-        return
-    if plan.pad_to_capacity is True and plan.dispatch == "exact":
-        yield "dispatch='exact' sends rows alone, and pad_to_capacity others too: leave it out, or dispatch='static'"
-    if plan.pad_to_capacity is True and plan.dispatch == "allgather":
-        yield "dispatch='allgather' sends tokens, and pad_to_capacity rows: leave it out, or give dispatch='static'"
-    if budget is None or type(budget) not in (int, float):
-        return
-    if plan.pad_to_capacity is True:
-        yield "receive_budget and pad_to_capacity both say how many places a buffer has: leave one of them out"
-    elif budget >= factor:
-        yield (
-            f"receive_budget={budget} is no less than capacity_factor={factor}, by which every row that is kept has a "
-            "place: leave receive_budget out"
-        )
-
-
-# What a plan says of its pipeline: which stages there are, and in what order they run.
-
-# More ranks than one axis ever had, more stages and microbatches: beyond them there is only a slip of the keyboard.
-MOST_RANKS = 4096
-
-
-def pipeline_problems(plan: Plan) -> Iterator[str]:
-    """What is wrong with the stages of a plan, and with its schedule."""
-    virtual = plan.virtual_stages
-    if type(virtual) is not int or not 1 <= virtual <= MOST_RANKS:
-        yield f"virtual_stages={shown(virtual)} is no number of stages: give one of at least 1"
-        return
-    if type(plan.pp) is not int or plan.pp < 1:
-        return
-    count = plan.pp * virtual
-    if plan.pp == 1 and virtual > 1:
-        yield f"virtual_stages={virtual} without a pipeline, pp={plan.pp}: give pp of at least 2, or leave them out"
-    stages = plan.stages
-    if isinstance(stages, Mapping):
-        for name, number in stages.items():
-            if not isinstance(name, str) or not name:
-                yield f"stages has the key {shown(name)}: write the name of a module"
-            elif type(number) is not int or not 0 < number < count:
-                yield f"stages[{name!r}]={shown(number)} is none of the stages 1 to {count - 1}: give one of these"
-        if len({*map(repr, stages.values())}) != len(stages):
-            yield "stages gives two modules one stage: each begins once"
-    elif not isinstance(stages, (tuple, list)) or any(type(n) is not int or n < 1 for n in stages):
-        yield f"stages={shown(stages)} is neither a mapping from modules to stages nor numbers of layers: write one"
-    elif stages and len(stages) != count:
-        yield f"stages={shown(stages)} has {len(stages)} numbers of layers for {count} stages: give one for each"
-    yield from _wrong_schedule(plan)
-
-
-def _wrong_schedule(plan: Plan) -> Iterator[str]:
-    if type(plan.microbatches) is not int or not 1 <= plan.microbatches <= MOST_RANKS:
-        yield f"microbatches={shown(plan.microbatches)} is no number of them: give one of at least 1"
-    if type(plan.schedule) is not str:
-        yield f"schedule={shown(plan.schedule)} is no text: write a name, or a file"
-    elif plan.schedule and plan.pp == 1:
-        yield f"schedule={shown(plan.schedule)} is of a pipeline, and pp=1: give pp of at least 2, or leave it out"
-    if plan.group_size is not None and (type(plan.group_size) is not int or plan.group_size < 1):
-        yield f"group_size={shown(plan.group_size)} is no number of microbatches: give one of at least 1"
-    elif plan.group_size is not None and plan.virtual_stages == 1:
-        yield f"group_size={plan.group_size} is of several stages a rank: give virtual_stages, or leave it out"
-    if plan.pp > 1 and isinstance(plan.cuda_graphs, CudaGraphs) and plan.cuda_graphs.is_on:
-        yield "cuda_graphs: stages of a pipeline are not captured yet: leave it out, or pp=1"
-
-
-# What a plan says of what the backward computes again.
-
-RECOMPUTES = ("none", "selective", "full")
-
-
-def recompute_problems(plan: Plan) -> Iterator[str]:
-    """What is wrong with the recomputation of a plan."""
-    budget = plan.activation_budget
-    if budget is None:
-        return
-    if type(budget) not in (int, float) or not 0 <= budget < 2**63 or (budget > 1 and budget != int(budget)):
-        yield f"activation_budget={shown(budget)} is neither a part from 0 to 1 nor a number of bytes: give one"
-    elif plan.recompute != "selective":
-        yield f"activation_budget={shown(budget)} is of recompute='selective': choose that, or leave it out"
+def globs(option: str, values: Any, what: str) -> Iterator[str]:
+    """Yields what is wrong with an option that names some things by globs."""
+    if not isinstance(values, (tuple, list)) or not all(isinstance(glob, str) and glob for glob in values):
+        yield f"{option}={shown(values)} is no list of globs: write names of {what}"
 
 
 # Options as lines of YAML.
@@ -226,7 +373,7 @@ class _Loader(yaml.SafeLoader):
     """Refuses a key that stands twice: plain YAML lets the last line win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """A mapping whose keys differ."""
+        """Returns a mapping whose keys differ."""
         keys = [key.value for key, _ in node.value]
         twice = next((key for key in keys if keys.count(key) > 1), None)
         if twice is not None:
@@ -235,7 +382,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_mapping(text: Any, where: str) -> dict[Any, Any]:
-    """What a text holds; nothing where it is empty.
+    """Returns what a text holds; nothing where it is empty.
 
     Args:
         where: the text comes from, for errors.
@@ -257,47 +404,21 @@ def read_mapping(text: Any, where: str) -> dict[Any, Any]:
     return values
 
 
-def by_path(option: str, values: Any, kinds: tuple[type, ...], what: str) -> Iterator[str]:
-    """What is wrong with an option that says something of each of some inputs."""
-    if not isinstance(values, Mapping):
-        yield f"{option}={shown(values)} is no mapping from paths of inputs: write {{'labels': …}}"
-        return
-    for path, value in values.items():
-        if not isinstance(path, str) or not path:
-            yield f"{option} has the key {shown(path)}: write an input's path, as labels or batch.0"
-        if type(value) not in kinds or value != value:
-            yield f"{option}[{shown(path)}]={shown(value)} is no {what}: give one"
-
-
-def globs(option: str, values: Any, what: str) -> Iterator[str]:
-    """What is wrong with an option that names some things by globs."""
-    if not isinstance(values, (tuple, list)) or not all(isinstance(glob, str) and glob for glob in values):
-        yield f"{option}={shown(values)} is no list of globs: write names of {what}"
-
-
-def fault(error: Exception) -> str:
-    """What went wrong with a file."""
-    return getattr(error, "strerror", None) or str(error)
-
-
-def changed(value: Any, default: Any) -> dict[str, Any]:
-    """Fields of a dataclass that differ from the default's."""
-    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    return {name: field for name, field in fields.items() if field != getattr(default, name)}
-
-
-def part(name: str, values: Any, kind: type, example: str, where: str) -> Any:
-    """An option that has options of its own.
+def group(name: str, values: Any, kind: type[OptionGroup], where: str) -> OptionGroup:
+    """Returns a record of options.
 
     Args:
-        kind: the dataclass of these.
-        example: how a file says it.
+        name: of the option in the plan.
+        values: what a file says of it; an unchanged record stays.
 
     Raises:
         PlanError: no mapping, or an unknown option.
     """
+    if isinstance(values, kind):
+        return values
     if not isinstance(values, Mapping):
-        raise PlanError(f"{name}={shown(values)} is no mapping", where=where, remedy=f"write '{name}: {example}'")
+        option = fields(kind)[0].name
+        raise PlanError(f"{name}={shown(values)} is no mapping", where=where, remedy=f"write '{name}: {{{option}: …}}'")
     check_known(values, kind, f"{where}: {name}")
     return kind(**values)
 
@@ -308,7 +429,12 @@ def check_known(values: Mapping[str, Any], kind: type, where: str) -> None:
     Raises:
         PlanError: names it, and those that there are.
     """
-    known = [f.name for f in dataclasses.fields(kind)]
+    known = [entry.name for entry in dataclasses.fields(kind)]
     unknown = [str(key) for key in values if key not in known]
     if unknown:
         raise PlanError(f"unknown option {', '.join(unknown)}", where=where, remedy=f"choose from {', '.join(known)}")
+
+
+def fault(error: Exception) -> str:
+    """Returns what went wrong with a file."""
+    return getattr(error, "strerror", None) or str(error)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -21,43 +20,38 @@ from fxpar.mesh.axes import DENSE, PURPOSES, Cuts
 from fxpar.mesh.mesh import Mesh
 from fxpar.plan.cost import Cost
 from fxpar.plan.option_groups import (
-    DISPATCHES,
-    DROP_POLICIES,
     MOST_RANKS,
-    RECOMPUTES,
+    Communication,
     CudaGraphs,
+    Experts,
+    Operators,
+    OptionGroup,
+    Pipeline,
+    Recompute,
     by_path,
-    changed,
     check_known,
-    expert_problems,
     fault,
-    globs,
-    part,
-    pipeline_problems,
+    frozen,
+    group,
+    plain_changes,
     read_mapping,
-    recompute_problems,
 )
 
 SPLITS = ("column", "row", "head", "vocab", "replicate")
 LOSS_REDUCTIONS = ("mean", "token", "local_mean", "sum")
 BATCH_NORMS = ("refuse", "global")
 PRECISIONS = ("as_is", "fp32", "bf16", "fp16", "bf16_weights")
-EXCHANGES = ("auto", "nccl", "copy")
 # Options that take one of some words.
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    **{"loss_reduction": LOSS_REDUCTIONS, "batch_norm": BATCH_NORMS, "precision": PRECISIONS, "recompute": RECOMPUTES},
-    **{"exchange": EXCHANGES, "dispatch": DISPATCHES, "drop_policy": DROP_POLICIES},
+    **{"loss_reduction": LOSS_REDUCTIONS, "batch_norm": BATCH_NORMS, "precision": PRECISIONS},
 }
-
+# Options that have options of their own.
+GROUPS: Mapping[str, type[OptionGroup]] = {
+    **{"experts": Experts, "pipeline": Pipeline, "recompute": Recompute, "communication": Communication},
+    **{"operators": Operators, "cuda_graphs": CudaGraphs, "cost": Cost},
+}
 # Options that are mappings, which are kept sorted and cannot be written to.
-_MAPPINGS = ("split", "batch_dims", "padding")
-# Options that are globs, which are kept sorted.
-_GLOBS = ("row_wise", "added_losses", "experts")
-# Options that have options of their own, and an example of each.
-_PARTS: Mapping[str, tuple[type, str]] = {
-    "cuda_graphs": (CudaGraphs, "{impl: partial}"),
-    "cost": (Cost, "{bandwidth: …}"),
-}
+_MAPPINGS = ("split", "batch_dims", "pad_values")
 _AXES = ("tp", "dp", "cp", "pp", "ep", "etp")
 
 _USED_AXES = (
@@ -80,15 +74,10 @@ class Plan:
         ep: ranks that hold different experts (expert parallelism). They are ranks of tp and dp, not further ones.
         etp: ranks that split each expert, 1 or tp; tp by default.
         virtual_stages: stages of the pipeline that each of its ranks holds: its c-th is stage c·pp + its place.
-        stages: where stages begin: for some or all but the first the name of a module, as the model names it, and the
-            number of the stage that begins with it; or for all stages how many layers they have, in order. What is not
-            said is chosen by cost.
         microbatches: into so many of equal numbers of rows `train_step` cuts a batch; a list of batches it takes as it
             is. Their losses are averaged (see `loss_reduction`), and gradients summed over ranks once a step.
         schedule: in which order the ranks of a pipeline run the microbatches: a name of `fxpar schedule` (1f1b;
             interleaved_1f1b by default where ranks have several stages), or a file of the same text form.
-        group_size: of an interleaved schedule, how many microbatches of one stage a rank runs before it takes the next
-            of its stages; pp by default.
         split: what to do with modules or parameters, by glob on their full name. `column` splits the output features
             of a matrix, `row` the input features, `head` is `column` where every shard must consist of whole
             attention heads, `vocab` cuts the words of an embedding table or of an output head, `replicate` keeps the
@@ -97,8 +86,8 @@ class Plan:
             kind must agree. The order of lines is irrelevant: they are stored sorted.
         batch_dims: by path of an input (`labels`, `batch.0`) which of its dimensions is the rows of the batch, where
             that is not the first, or not one dimension alone.
-        padding: by path of an input what stands in it behind the end of a sequence, for data ranks whose batches have
-            other lengths: 0 by itself, in a mask what masks, in targets of a loss what it ignores.
+        pad_values: by path of an input what stands in it behind the end of a sequence, for data ranks whose batches
+            have other lengths: 0 by itself, in a mask what masks, in targets of a loss what it ignores.
         loss_reduction: what the loss of a step is where it is a mean. `mean` is that over the rows of all data ranks of
             a microbatch, averaged over microbatches; `token` that over all that counts in the step; `local_mean` the
             mean of the means of each data rank, as Megatron has it. `sum` adds the losses of all microbatches and data
@@ -111,16 +100,6 @@ class Plan:
             dropout and residuals are shared out too: all-reduces become pairs of reduce-scatter and all-gather. tp must
             divide the sequence length.
         seed: of dropout and other random nodes, and of the initial weights of a model on the meta device.
-        row_wise: globs on the names of operators that no rule knows (`mylib.scan.default`, as the text form has it, or
-            an autograd function's class, `mymodel.scan.Scan`), each of which computes the rows of the batch apart:
-            dimension 0 of an operand or output whose size is a multiple of the batch is rows, other operands serve all
-            rows. Data parallel ranks can run an operator without a rule only so. That it is true is checked when the
-            model is captured. A glob that matches none is an error. The order is irrelevant: they are stored sorted.
-        added_losses: globs on the names of autograd functions (`mymodel.moe.AddLoss`) that return their first operand,
-            and whose backward gives their other one, a scalar loss, a fixed gradient: router losses are added so. That
-            one is then a term of the model's loss, without its value, and weighed as that is: over microbatches, words
-            and data ranks. What the function multiplies by is for a step of one microbatch, and read when the model is
-            captured, with a trial that the function does this and nothing else.
         precision: element types. `as_is` takes the model's own; `fp32` and `bf16_weights` cast the model, and with it
             gradients and optimizer state. `bf16` and `fp16` are mixed precision (FSDP2's `MixedPrecisionPolicy` with
             this `param_dtype` and `reduce_dtype=torch.float32`): the program runs in that type on copies of float32
@@ -128,53 +107,19 @@ class Plan:
             loss scaling: `train_step(batch, scaler=torch.amp.GradScaler())`. Buffers keep their types.
         cast_inputs: whether floating tensors that the forward takes, in any nest, are cast to the precision's type, as
             FSDP2 does by `cast_forward_inputs`; of `as_is` none is. A loss callable gets the batch as it is.
-        recompute: what the backward computes again besides regions that the author checkpointed. `none`: nothing.
-            `selective`: all that saves memory and has neither a matrix product nor a collective in it; with an
-            `activation_budget`, what costs least time to keep within that. `full`: each layer from what enters it.
-        activation_budget: with `selective`, the most that a rank keeps for the backward, for inputs of the example's
-            sizes: up to 1 a part of what `none` keeps, above it bytes. Gathers of a sequence are sent again where that
-            is cheapest, products computed again where it cannot be kept without; one that cannot be kept is refused.
         compile: whether a rank's program runs through `torch.compile`: one forward and one backward graph, compiled on
             the first call with new shapes (minutes for a large model). Otherwise it runs operator by operator.
-        exchange: how the ranks of an axis send what is large in each microbatch of a training step. `nccl`: through
-            their process group, whichever backend that has. `copy`: into each other's memory, on GPUs by copy engines,
-            which leave the multiprocessors to products, or a kernel where there are none beside it; ranks that cannot
-            are refused. `auto`: so between two GPUs that reach each other's memory; between more NCCL is faster. What
-            is smaller than `cost.least_copy`, but for such kernels, and what is sent once a step the group sends.
         size_programs: how many programs a mode and a structure of batches may have, each for sizes of its own: where
             PyTorch differentiates a model for one length at a time, each length needs one. One more is an error.
-        dispatch: how tokens come to the ranks that hold their experts. `static`: so that no size depends on the routing
-            and nothing waits for the host, in whichever of two ways less travels. `allgather`: each of those ranks gets
-            the tokens of all, or where they copy (`exchange`) those that it needs if that is less than nine tenths, and
-            sums of what its experts make of them go back; not where tensor parallel ranks share tokens that data ranks
-            send. `alltoall`: rows travel, in buffers of as many places as tokens may ever need. `exact`: rows alone;
-            how many is on the host in front of the all-to-all: nothing is compiled, nor captured as CUDA graphs.
-        receive_budget: of dispatch other than `exact`, how many places its buffers have, as a multiple, of at least 1,
-            of what they need where the load is even, and no more than tokens may ever need. A training step in which
-            more rows come is noticed behind its backward, before its gradients count, and repeated with buffers of as
-            many places as may be needed; calls outside of `train_step` have these always. None: all do.
-        capacity_factor: a limit of the rows that an expert takes, as a multiple of what each gets of a rank's T tokens
-            where the load is even: ceil(T·K / E · capacity_factor) of each source for K of E experts a token. Sources
-            are data ranks, and where `ep` has several ranks each tensor parallel rank with its part of the sequence, in
-            which padding counts. What goes beyond is dropped: those experts add nothing to the token's sum, and the
-            other weights stay what they are. A training is then not that of one device, but that of one device that
-            drops the same rows. None: nothing is dropped.
-        drop_policy: with a `capacity_factor`, which rows an expert takes: `probs`, those of the largest weights, of
-            equal ones those that stand first; `position`, those that stand first.
-        pad_to_capacity: with a `capacity_factor` and `static` dispatch, whether each expert computes as many rows as
-            its capacity, rows of zeros where it has fewer: products whose sizes no routing changes.
-        experts: globs on the names of modules of experts (`*.mlp.experts`) whose forward is
-            `(hidden_states [T, h], top_k_index [T, K], top_k_weights [T, K]) -> [T, h]`, with a loop over experts that
-            depends on the routing, and so cannot be traced. They are computed as experts on rows instead, from weights
-            of the usual names: `gate_up_proj` and `down_proj`, `gate_proj`, `up_proj` and `down_proj`, or `w1`, `w3`
-            and `w2`, without a gate `up_proj` or `w1` alone; stacked, [E, out, in] or [E, in, out], with biases
-            `…_bias`, or linear layers of a list of experts, whose weights each rank of `ep` has whole. `act_fn` is the
-            activation, SiLU by default, `_apply_gate` a gate of its own. When the model is captured each is run on
-            random values, and refused where its own forward gives anything else. Models of transformers whose experts
-            its `ExpertsInterface` dispatches need no line. A glob that matches none is an error.
-        cuda_graphs: what of a step is replayed as CUDA graphs, eager or compiled: see `fxpar.CudaGraphs`. In YAML a
-            mapping of what differs. On CPUs a stand-in replays the same calls, for tests.
-        cost: constants by which layouts are chosen; in YAML a mapping of those that differ.
+        experts: how tokens reach their experts: see `fxpar.Experts`. A file has a mapping of what differs, as of all
+            records.
+        pipeline: where the stages of a pipeline begin: see `fxpar.Pipeline`.
+        recompute: what the backward computes again: see `fxpar.Recompute`.
+        communication: how ranks send: see `fxpar.Communication`.
+        operators: what the author says of operators that no rule knows: see `fxpar.Operators`.
+        cuda_graphs: what of a step is replayed as CUDA graphs, eager or compiled: see `fxpar.CudaGraphs`. On CPUs a
+            stand-in replays the same calls, for tests.
+        cost: constants by which layouts are chosen: see `fxpar.Cost`.
     """
 
     tp: int = 1
@@ -184,32 +129,24 @@ class Plan:
     ep: int = 1
     etp: int | None = None
     virtual_stages: int = 1
-    stages: Mapping[str, int] | tuple[int, ...] = ()
     microbatches: int = 1
     schedule: str = ""
-    group_size: int | None = None
     split: Mapping[str, str] = field(default_factory=dict)
     batch_dims: Mapping[str, int] = field(default_factory=dict)
-    padding: Mapping[str, int | float | bool] = field(default_factory=dict)
+    pad_values: Mapping[str, int | float | bool] = field(default_factory=dict)
     loss_reduction: str = "mean"
     batch_norm: str = "refuse"
-    row_wise: tuple[str, ...] = ()
-    added_losses: tuple[str, ...] = ()
     sequence_parallel: bool = False
     seed: int = 0
     precision: str = "as_is"
     cast_inputs: bool = True
-    recompute: str = "none"
-    activation_budget: int | float | None = None
     compile: bool = False
-    exchange: str = "auto"
     size_programs: int = 16
-    dispatch: str = "static"
-    receive_budget: int | float | None = None
-    capacity_factor: int | float | None = None
-    drop_policy: str = "probs"
-    pad_to_capacity: bool = False
-    experts: tuple[str, ...] = ()
+    experts: Experts = field(default_factory=Experts)
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    recompute: Recompute = field(default_factory=Recompute)
+    communication: Communication = field(default_factory=Communication)
+    operators: Operators = field(default_factory=Operators)
     cuda_graphs: CudaGraphs = field(default_factory=CudaGraphs)
     cost: Cost = field(default_factory=Cost)
 
@@ -218,12 +155,7 @@ class Plan:
         if problems:
             raise PlanError("; ".join(problems), where="plan", remedy="help(fxpar.Plan) lists the options")
         for name in _MAPPINGS:
-            object.__setattr__(self, name, MappingProxyType(dict(sorted(getattr(self, name).items()))))
-        for name in _GLOBS:
-            object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
-        is_mapping = isinstance(self.stages, Mapping)
-        stages = MappingProxyType(dict(sorted(self.stages.items()))) if is_mapping else tuple(self.stages)  # type: ignore[union-attr]
-        object.__setattr__(self, "stages", stages or ())
+            object.__setattr__(self, name, frozen(getattr(self, name)))
 
     def __hash__(self) -> int:
         return hash(self.to_yaml())
@@ -270,13 +202,8 @@ class Plan:
                     yield f"split has the key {shown(glob)}: write a glob on module or parameter names"
                 if how not in SPLITS:
                     yield f"split[{shown(glob)}]={shown(how)} is unknown: choose one of {', '.join(SPLITS)}"
-        yield from pipeline_problems(self)
-        yield from expert_problems(self)
         yield from by_path("batch_dims", self.batch_dims, (int,), "dimension")
-        yield from by_path("padding", self.padding, (int, float, bool), "number")
-        yield from globs("row_wise", self.row_wise, "operators")
-        yield from globs("added_losses", self.added_losses, "autograd functions")
-        yield from globs("experts", self.experts, "modules")
+        yield from by_path("pad_values", self.pad_values, (int, float, bool), "number")
         for name in ("sequence_parallel", "compile", "cast_inputs"):
             if type(getattr(self, name)) is not bool:
                 yield f"{name}={shown(getattr(self, name))} is neither True nor False: write one of them"
@@ -287,15 +214,94 @@ class Plan:
         for name, words in CHOICES.items():
             if getattr(self, name) not in words:
                 yield f"{name}={shown(getattr(self, name))} is unknown: choose one of {', '.join(words)}"
-        yield from recompute_problems(self)
-        if isinstance(self.cuda_graphs, CudaGraphs):
-            yield from self.cuda_graphs.problems()
-        else:
-            yield f"cuda_graphs={shown(self.cuda_graphs)} is no fxpar.CudaGraphs: write CudaGraphs('partial')"
-        if isinstance(self.cost, Cost):
-            yield from self.cost.problems()
-        else:
-            yield f"cost={shown(self.cost)} is no fxpar.Cost: write Cost(bandwidth=…)"
+        yield from self._wrong_groups()
+
+    def _wrong_groups(self) -> Iterator[str]:
+        """Yields what is wrong with records, and with records beside other options once these are records."""
+        is_wrong = False
+        for name, kind in GROUPS.items():
+            record = getattr(self, name)
+            if not isinstance(record, kind):
+                is_wrong = True
+                option = shown(record) if isinstance(record, str) else "…"
+                example = f"{kind.__name__}({dataclasses.fields(kind)[0].name}={option})"
+                yield f"{name}={shown(record)} is no fxpar.{kind.__name__}: write {example}"
+            else:
+                yield from record.problems()
+        if not is_wrong:
+            yield from self._wrong_pipeline()
+            yield from self._wrong_experts()
+
+    def _wrong_pipeline(self) -> Iterator[str]:
+        """Yields what is wrong with the stages of a pipeline, and with its schedule."""
+        virtual, stages = self.virtual_stages, self.pipeline.stages
+        if type(self.microbatches) is not int or not 1 <= self.microbatches <= MOST_RANKS:
+            yield f"microbatches={shown(self.microbatches)} is no number of them: give one of at least 1"
+        if type(virtual) is not int or not 1 <= virtual <= MOST_RANKS:
+            yield f"virtual_stages={shown(virtual)} is no number of stages: give one of at least 1"
+            return
+        if type(self.pp) is not int or self.pp < 1:
+            return
+        count = self.pp * virtual
+        if self.pp == 1 and virtual > 1:
+            yield f"virtual_stages={virtual} without a pipeline, pp={self.pp}: give pp of at least 2, or leave them out"
+        if isinstance(stages, Mapping):
+            for name, number in stages.items():
+                if type(number) is not int or not 0 < number < count:
+                    yield (
+                        f"pipeline.stages[{name!r}]={shown(number)} is none of the stages 1 to {count - 1}: give one "
+                        "of these"
+                    )
+        elif stages and isinstance(stages, tuple) and len(stages) != count:
+            yield (
+                f"pipeline.stages={shown(stages)} has {len(stages)} numbers of layers for {count} stages: give one for "
+                "each"
+            )
+        if type(self.schedule) is not str:
+            yield f"schedule={shown(self.schedule)} is no text: write a name, or a file"
+        elif self.schedule and self.pp == 1:
+            yield f"schedule={shown(self.schedule)} is of a pipeline, and pp=1: give pp of at least 2, or leave it out"
+        size = self.pipeline.group_size
+        if size is not None and virtual == 1:
+            yield f"pipeline.group_size={shown(size)} is of several stages a rank: give virtual_stages, or leave it out"
+        if self.pp > 1 and self.cuda_graphs.is_on:
+            yield "cuda_graphs: stages of a pipeline are not captured yet: leave it out, or pp=1"
+
+    def _wrong_experts(self) -> Iterator[str]:
+        """Yields what is wrong with a dispatch beside other options."""
+        dispatch, factor, graphs = self.experts.dispatch, self.experts.recv_capacity_factor, self.cuda_graphs
+        if factor is not None:
+            if self.ep == 1 or dispatch == "dropless":
+                yield (
+                    f"experts.recv_capacity_factor={shown(factor)} is of dispatch='static' with ep of at least 2: "
+                    "choose these, or leave it out"
+                )
+            if self.pp != 1:
+                # A stage has sent gradients on before the last one knows that rows were too many.
+                yield (
+                    "experts.recv_capacity_factor repeats steps, and those of a pipeline are not repeated yet: leave "
+                    "it out, or pp=1"
+                )
+            if graphs.impl not in ("none", "partial"):
+                yield (
+                    f"experts.recv_capacity_factor is read on the host in each step, which CudaGraphs({graphs.impl!r}) "
+                    "cannot: leave it out, or give CudaGraphs('partial')"
+                )
+        if dispatch != "static" and self.ep == 1:
+            yield f"experts.dispatch={shown(dispatch)} is of experts on several ranks, and ep=1: give ep of at least 2"
+        if dispatch == "dropless" and graphs.is_on:
+            # What stands between graphs has fixed addresses and sizes too (`fxpar.runtime.graphs.partial`).
+            yield (
+                "experts.dispatch='dropless' has sizes that no CUDA graph can hold: leave cuda_graphs out, or give "
+                "dispatch='static'"
+            )
+        if dispatch == "dropless" and self.compile:
+            # Units are compiled for sizes of inputs (`fxpar.runtime.compiled`); rows would be further ones in each
+            # layer.
+            yield (
+                "experts.dispatch='dropless' has sizes that the routing decides: give compile=False, or "
+                "dispatch='static'"
+            )
 
     @property
     def axes(self) -> dict[str, int]:
@@ -318,11 +324,10 @@ class Plan:
 
     def on_one_rank(self) -> Plan:
         """The same plan for a single device: no axis has several ranks, no line splits anything, and all is kept."""
-        changes: dict[str, Any] = {**dict.fromkeys(_AXES, 1), "etp": None, "split": {}, "row_wise": ()}
-        changes |= {"virtual_stages": 1, "stages": (), "microbatches": 1, "schedule": "", "group_size": None}
-        changes |= {"dispatch": "static", "receive_budget": None, "capacity_factor": None}
-        changes |= {"drop_policy": "probs", "pad_to_capacity": False}
-        changes |= {"recompute": "none", "activation_budget": None, "cuda_graphs": CudaGraphs()}
+        changes: dict[str, Any] = {**dict.fromkeys(_AXES, 1), "etp": None, "split": {}, "virtual_stages": 1}
+        changes |= {"microbatches": 1, "schedule": "", "pipeline": Pipeline(), "recompute": Recompute()}
+        changes |= {"experts": Experts(expert_modules=self.experts.expert_modules), "cuda_graphs": CudaGraphs()}
+        changes["operators"] = dataclasses.replace(self.operators, batchwise_ops=())
         return dataclasses.replace(self, **changes)
 
     @property
@@ -354,20 +359,12 @@ class Plan:
         Raises:
             PlanError: an unknown option, or a value the plan refuses.
         """
-        check_known(changes, Plan, "plan")
+        _check_names(changes, "plan")
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """What differs from the defaults, in plain values."""
-        values = changed(self, Plan())
-        values |= {name: dict(values[name]) for name in _MAPPINGS if name in values}
-        values |= {name: list(values[name]) for name in _GLOBS if name in values}
-        if "stages" in values:
-            values["stages"] = dict(self.stages) if isinstance(self.stages, Mapping) else list(self.stages)
-        for name in _PARTS:
-            if name in values:
-                values[name] = getattr(self, name).to_dict()
-        return values
+        """Returns what differs from the defaults, in plain values."""
+        return plain_changes(self, Plan())
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "plan") -> Plan:
@@ -378,9 +375,9 @@ class Plan:
         """
         if not isinstance(values, Mapping):
             raise PlanError(f"{shown(values)} is no mapping", where=where, remedy="write {'tp': 2}")
-        check_known(values, cls, where)
-        parts = {name: part(name, values[name], *_PARTS[name], where) for name in _PARTS if name in values}
-        return cls(**{**values, **parts})
+        _check_names(values, where)
+        groups = {name: group(name, values[name], kind, where) for name, kind in GROUPS.items() if name in values}
+        return cls(**{**values, **groups})
 
     def to_yaml(self) -> str:
         """Only what differs from the defaults, so that files stay short."""
@@ -422,3 +419,17 @@ class Plan:
         except (OSError, TypeError, ValueError) as error:
             raise PlanError(fault(error), where=shorter(str(path)), remedy="name a readable YAML file") from None
         return cls.from_yaml(text, where=str(path))
+
+
+def _check_names(values: Mapping[str, Any], where: str) -> None:
+    """Refuses what is no option of a plan, and says where it stands if it is one of a record.
+
+    Raises:
+        PlanError: names it.
+    """
+    for name, kind in GROUPS.items():
+        for option in [entry.name for entry in dataclasses.fields(kind) if entry.name in values]:
+            if option not in Plan.__dataclass_fields__:
+                reason = f"{option} is an option of {name}"
+                raise PlanError(reason, where=where, remedy=f"write '{name}: {{{option}: …}}'")
+    check_known(values, Plan, where)

@@ -48,7 +48,7 @@ class Context:
         axes: sizes of the mesh axes.
         local: whether literals speak of a rank's part.
         composite: whether operations may yet become composite ones (`fxpar.ops.vocabulary`).
-        row_wise: which operators the plan declares row-wise.
+        row_wise: which operators the plan's batchwise_ops name.
         answers: what was inferred of other nodes of the same check or pass; what is inferred of this one is added.
     """
 
@@ -82,7 +82,7 @@ def context_of(
     Args:
         layouts: of each operand's tensors.
         flags: as of `fxpar.ir.grad_flow.carried`.
-        row_wise: which operators the plan declares row-wise.
+        row_wise: which operators the plan's batchwise_ops name.
         answers: of the nodes before it.
     """
     inputs = operands(node)

@@ -1,9 +1,9 @@
 """The table of rules, by operator.
 
 Enters: rules of operations of torch (`fxpar.signatures`), records of fxpar's operators (`fxpar.ops`), and users'
-`register_rule` calls; the globs of `Plan(row_wise=…)`. Leaves: `rule_of`, and the rule of what computes the rows of a
-batch apart, which only an operator without a rule can be declared to do. The table is the one piece of state of this
-package that grows after import: a user's operator must be known to every pass, verifier and command.
+`register_rule` calls; the globs of `Operators(batchwise_ops=…)`. Leaves: `rule_of`, and the rule of what computes the
+rows of a batch apart, which only an operator without a rule can be declared to do. The table is the one piece of state
+of this package that grows after import: a user's operator must be known to every pass, verifier and command.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def rule_of(target: Any) -> Rule | None:
 
 
 def rule_for(call: OpCall) -> Rule | None:
-    """The rule of a call: its operator's, or that of what the plan declares row-wise."""
+    """The rule of a call: its operator's, or that of what the plan's batchwise_ops name."""
     return rule_of(call.target) if call.rows is None else ROW_WISE
 
 
@@ -193,7 +193,7 @@ ROW_WISE = Rule(seed=_apart)
 
 
 def name_of(node: fx.Node) -> str:
-    """What `row_wise` calls the operator of a node: its name in the text form, or an autograd function's path."""
+    """What `batchwise_ops` calls the operator of a node: its name in the text form, or an autograd function's path."""
     return str(node.kwargs.get("path")) if node.target is function else key_of(node.target)
 
 
@@ -233,12 +233,12 @@ def _matches(node: fx.Node, glob: str) -> bool:
 
 
 def check_declared(program: Program) -> None:
-    """Every glob of the plan's `row_wise` names an operator that no rule knows.
+    """Every glob of the plan's `batchwise_ops` names an operator that no rule knows.
 
     Raises:
         PlanError: one names none.
     """
-    for glob in program.plan.row_wise:
+    for glob in program.plan.operators.batchwise_ops:
         nodes = [node for node in program.graph.nodes if node.op == "call_function" and _matches(node, glob)]
         if any(lacks_rule(node) for node in nodes):
             continue
@@ -247,4 +247,4 @@ def check_declared(program: Program) -> None:
             f"operators without a rule are {', '.join(free[:6])}" if free else "leave it out: all operators have rules"
         )
         reason = "names operators whose rules say what they do to rows" if nodes else "matches no operator"
-        raise PlanError(reason, where=f"row_wise: {glob!r}", remedy=remedy)
+        raise PlanError(reason, where=f"operators.batchwise_ops: {glob!r}", remedy=remedy)

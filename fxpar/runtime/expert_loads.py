@@ -127,6 +127,6 @@ class Budget:
 
     def __str__(self) -> str:
         return (
-            f"Of {self.steps} steps {self.repeated} were repeated: more rows of experts came than receive_budget has "
-            "places for."
+            f"Of {self.steps} steps {self.repeated} were repeated: more rows of experts came than recv_capacity_factor "
+            "has places for."
         )

@@ -32,7 +32,7 @@ from fxpar.plan.plan import Plan
 from fxpar.runtime.world import World
 
 # Measured on four H200.
-_NOT_FASTER = "NCCL is faster between more than two GPUs (exchange='copy' copies all the same)"
+_NOT_FASTER = "NCCL is faster between more than two GPUs (Communication('copy') copies all the same)"
 
 
 class Mailboxes:
@@ -55,22 +55,26 @@ class Mailboxes:
         self.names = frozenset(reasons) - {name for name, reason in reasons.items() if reason}
         self.reasons = {name: reason for name, reason in reasons.items() if reason}
         odd = next((name for name in plan.axes if name in self.reasons), None)
-        if plan.exchange == "copy" and odd is not None:
-            remedy = "set exchange='auto', which copies where it can, or 'nccl'"
-            raise PlanError(f"the ranks of {odd} cannot copy: {reasons[odd]}", where="exchange", remedy=remedy)
+        if plan.communication.collective_transport == "copy" and odd is not None:
+            remedy = "set Communication('auto'), which copies where it can, or 'nccl'"
+            raise PlanError(
+                f"the ranks of {odd} cannot copy: {reasons[odd]}",
+                where="communication",
+                remedy=remedy,
+            )
         self._marks: list[_Marks] = []
         # Not at the process's exit: that frees all memory, and a rank that fails must not wait for the others there.
         weakref.finalize(self, symmetric_buffer.close, self._open.values()).atexit = False
 
     def _why_not(self, plan: Plan) -> dict[str, str]:
         """By name of the group why its ranks cannot copy, empty where they can; nothing where they are not to."""
-        is_gpu = self._world.device.type == "cuda"
-        if plan.exchange == "nccl" or self._world.size == 1 or (plan.exchange == "auto" and not is_gpu):
+        is_gpu, transport = self._world.device.type == "cuda", plan.communication.collective_transport
+        if transport == "nccl" or self._world.size == 1 or (transport == "auto" and not is_gpu):
             return {}
         texts = self._world.agreement.told("its memory", json.dumps(_place(self._world.device)))
         places = [json.loads(text) for text in texts]
         names = joined_names(plan.axes)
-        requested = plan.exchange == "copy"
+        requested = transport == "copy"
         return {name: why_not_copy(self._world.mesh.groups(name), places, requested) for name in names}
 
     def groups(self, program: Program) -> Mapping[str, Group]:

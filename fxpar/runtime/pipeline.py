@@ -40,7 +40,7 @@ _LAST = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
 _Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
 
-class Pipeline:
+class PipelineExecutor:
     """The stages that a rank holds of a module.
 
     Making one is a collective call.
@@ -223,7 +223,7 @@ class _PipelineStep:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: PipelineExecutor,
         schedule: Schedule,
         calls: Sequence[BoundBatch],
         state: Tensor | None,

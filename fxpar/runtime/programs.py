@@ -210,12 +210,13 @@ class Programs:
 
     def with_all_places(self, call: BoundBatch) -> BoundBatch:
         """A call whose buffers have as many places as rows may need; without a budget it is the call itself."""
-        if self._plan.receive_budget is None:
+        if self._plan.experts.recv_capacity_factor is None:
             return call
         compiled = call.compiled
         if not compiled.spare:
             program = compiled.captured.program
-            plan = compiled.program.plan.replace(receive_budget=None)  # with what was left to cost decided
+            plan = compiled.program.plan  # with what was left to cost decided
+            plan = replace(plan, experts=replace(plan.experts, recv_capacity_factor=None))
             with keeping(self.layouts):
                 program = compile_program(program.with_(plan=plan), self._further_passes())
             self._check_choice(program)
@@ -398,7 +399,8 @@ def prove_rows(program: Program, passes: Sequence[Pass]) -> None:
     Raises:
         InputError: names what takes the rows together, or the inputs that do not say which dimension they are.
     """
-    plan = replace(program.plan, virtual_stages=1, stages=(), microbatches=1, schedule="", group_size=None)
+    pipeline = replace(program.plan.pipeline, stages=(), group_size=None)
+    plan = replace(program.plan, virtual_stages=1, pipeline=pipeline, microbatches=1, schedule="")
     plan = replace(plan, loss_reduction="mean", tp=1, dp=2, pp=1, split={}, sequence_parallel=False)
     try:
         compile_program(of_all_ranks(program.copy().with_(plan=plan)), passes, until=insert_collectives.name)
@@ -482,10 +484,8 @@ def schedule_of(plan: Plan, microbatches: int) -> Schedule:
     """
     name = plan.schedule or ("1f1b" if plan.virtual_stages == 1 else "interleaved_1f1b")
     sizes = {"pp": plan.pp, "virtual_stages": plan.virtual_stages, "microbatches": microbatches}
-    is_named = name in SCHEDULES
-    schedule = (
-        build_schedule(name, **sizes, group_size=plan.group_size) if is_named else read_schedule(Path(name), **sizes)
-    )
+    is_named, size = name in SCHEDULES, plan.pipeline.group_size
+    schedule = build_schedule(name, **sizes, group_size=size) if is_named else read_schedule(Path(name), **sizes)
     if schedule.forward_only:
         remedy = "choose one that trains; plain calls run forwards alone under any"
         raise ScheduleError("has no backward, and a step would train nothing", where=f"schedule {name}", remedy=remedy)

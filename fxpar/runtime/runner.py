@@ -430,7 +430,7 @@ def check_padding(
             f"it (losses of {a.item():.8g} and {b.item():.8g})",
             where=f"batch entry {', '.join(sorted(call.unproven))}",
             remedy="pass a mask or labels that leave the end out, pad batches alike on all ranks, or say what stands "
-            "there: Plan(padding={path: value})",
+            "there: Plan(pad_values={path: value})",
         )
     call.compiled.padded.update(call.unproven)
 

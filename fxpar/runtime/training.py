@@ -29,7 +29,7 @@ from fxpar.runtime.graphs.graph_cache import NoGraphs
 from fxpar.runtime.graphs.optimizer import Rates, takes_tensors
 from fxpar.runtime.microbatches import Microbatch, MicrobatchResult, StepOptions, StepResult, run_microbatches
 from fxpar.runtime.parameters import check_scaler
-from fxpar.runtime.pipeline import Pipeline, join
+from fxpar.runtime.pipeline import PipelineExecutor, join
 from fxpar.runtime.random_state import RandomState
 from fxpar.runtime.runner import ForwardBackward, Runner
 from fxpar.runtime.world import World
@@ -86,12 +86,12 @@ class Training:
         graphs: NoGraphs,
     ) -> None:
         self.load: Loads | None = None
-        self.budget = None if plan.receive_budget is None else Budget(plan, world)
+        self.budget = None if plan.experts.recv_capacity_factor is None else Budget(plan, world)
         self._plan, self._world = plan, world
         self._runner, self._batches, self._random, self._graphs = runner, batches, random, graphs
         self._tensors, self._buffers, self._waiting = runner.tensors, runner.buffers, runner.waiting
         self._rates: weakref.WeakKeyDictionary[Optimizer, Rates] = weakref.WeakKeyDictionary()
-        self._pipeline = Pipeline(plan, world, runner.waiting, program) if plan.pp > 1 else None
+        self._pipeline = PipelineExecutor(plan, world, runner.waiting, program) if plan.pp > 1 else None
         if self._pipeline is not None:
             runner.evaluation = self._pipeline.evaluation
 

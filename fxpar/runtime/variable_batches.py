@@ -192,7 +192,7 @@ def _padded(value: Tensor, lengths: dict[int, int], fill: float | bool) -> Tenso
 
 def _filling(compiled: Compiled, path: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """What stands behind the end of an input and, where nobody said so, something else that may as well."""
-    said = compiled.program.plan.padding
+    said = compiled.program.plan.pad_values
     if path in said:
         return said[path], None
     ignored = ignored_targets(compiled.captured.program).get(path)

@@ -59,7 +59,7 @@ def place_batch(program: Program, axis: str, rows: Mapping[str, int]) -> dict[fx
         LayoutError: an operation needs the rows of other ranks.
     """
     flags, placed = carried(program), dict[fx.Node, Option]()
-    row_wise = RowWise(program.plan.row_wise, {axis: batch_size(program)})
+    row_wise = RowWise(program.plan.operators.batchwise_ops, {axis: batch_size(program)})
     paths = {entry.node: entry.path for entry in program.inputs}
     held_dims = held_over(program, axis)
     for node in program.graph.nodes:
@@ -101,8 +101,9 @@ def _remedy(node: fx.Node, call: OpCall) -> str:
         return "write it with operations that have rules"  # many of torch's own mix rows, and none is declared
     kinds = [tensor_type(operand) for operand in operands(node)]
     adds = node.target is function and len(kinds) == 2 and kinds[1].is_float and not kinds[1].shape
-    added = f'if it adds the gradient of a scalar loss declare that, Plan(added_losses=("{name_of(node)}",)), '
-    rows = f'if this operator does so too declare it, Plan(row_wise=("{name_of(node)}",)), else write it row by row'
+    added = f'if it adds the gradient of a scalar loss declare that, Operators(added_losses=("{name_of(node)}",)), '
+    declare = f'Operators(batchwise_ops=("{name_of(node)}",))'
+    rows = f"if this operator does so too declare it, {declare}, else write it row by row"
     return (added if adds else "") + rows
 
 
@@ -167,19 +168,19 @@ def _of_sums(
 
 
 def declared(program: Program) -> RowWise:
-    """The operators that the plan declares row-wise, and the rows as each axis that shares out the batch sees them.
+    """The operators that the plan's batchwise_ops name, and the rows as each axis that shares out the batch sees them.
 
     Raises:
         PlanError: the plan declares some, and no symbolic size is the batch.
     """
     axes, by_axis = program.plan.axes_for(Cuts.BATCH), dict[str, Size]()
-    if not program.plan.row_wise or not axes:
+    if not program.plan.operators.batchwise_ops or not axes:
         return RowWise()
     rows = batch_size(program)
     for axis, n in axes.items():
         by_axis[axis] = rows
         rows = simplify(rows / n)
-    return RowWise(program.plan.row_wise, by_axis)
+    return RowWise(program.plan.operators.batchwise_ops, by_axis)
 
 
 def peel_program(program: Program, axis: str, placed: Mapping[fx.Node, Option]) -> Program:

@@ -383,7 +383,7 @@ class AddedLoss:
 
 def adding_nodes(program: Program) -> list[fx.Node]:
     """Returns the calls of functions that the plan declares to add a loss."""
-    globs = program.plan.added_losses
+    globs = program.plan.operators.added_losses
     calls = [node for node in program.graph.nodes if "path" in node.kwargs] if globs else []
     return [node for node in calls if any(fnmatchcase(str(node.kwargs["path"]), glob) for glob in globs)]
 
@@ -395,10 +395,10 @@ def check_added_losses(program: Program) -> None:
         PlanError: one names none.
     """
     called = sorted({str(node.kwargs["path"]) for node in program.graph.nodes if "path" in node.kwargs})
-    for glob in program.plan.added_losses:
+    for glob in program.plan.operators.added_losses:
         if not any(fnmatchcase(path, glob) for path in called):
             remedy = f"autograd functions of the model are {', '.join(called)}" if called else "leave it out"
-            raise PlanError("matches no autograd function", where=f"added_losses: {glob!r}", remedy=remedy)
+            raise PlanError("matches no autograd function", where=f"operators.added_losses: {glob!r}", remedy=remedy)
 
 
 def added_loss(node: fx.Node) -> AddedLoss:

@@ -24,7 +24,7 @@ from fxpar.ir.program import DTYPES, ScalarType, TensorType, ValueType
 from fxpar.layout.layout import Layout, Placement, fits, parse_placement
 from fxpar.layout.nesting import peel
 from fxpar.layout.symbolic_sizes import Size, parse_size, shape_text
-from fxpar.plan.plan import Plan
+from fxpar.plan.plan import GROUPS, Plan
 from fxpar.text.printing import FUNCTIONS, value_text
 
 IDENTIFIER = r"[A-Za-z_][A-Za-z0-9_]*"
@@ -315,6 +315,9 @@ def parse_plan(text: str) -> Plan:
     except (ValueError, RecursionError):
         fail("the plan is no JSON", 'write, for example, plan {"tp": 2}')
     known = [f.name for f in dataclasses.fields(Plan)]
-    if not isinstance(values, dict) or not set(values) <= set(known):
+    of_records = {
+        f.name for kind in GROUPS.values() for f in dataclasses.fields(kind)
+    }  # the plan says where they stand
+    if not isinstance(values, dict) or not set(values) <= of_records.union(known):
         fail("the plan is no mapping of its options", f"choose from {', '.join(known)}")
     return Plan.from_dict(values)

@@ -30,7 +30,7 @@ def drop_beyond_capacity(program: Program, plan: Plan) -> None:
     """
     for region in routed(program):
         sort, (indices,), weights = region.sort, operands(region.sort), None
-        if plan.drop_policy == "probs":
+        if plan.experts.drop_policy == "probs":
             weights = next(operands(put)[1] for put in region.puts if put.target is fxp.moe_combine.default)
             _bring_before(weights, sort)
         tensor_ranks = plan.tp if plan.ep > 1 else 1
@@ -38,7 +38,7 @@ def drop_beyond_capacity(program: Program, plan: Plan) -> None:
             # Where no row is cut, what a data rank has is as one row.
             rows = _batch(program) if tensor_ranks > 1 else plan.data_ranks
             cuts = rows, plan.data_ranks, tensor_ranks
-            args = (indices, weights, region.experts, *cuts, str(plan.capacity_factor))
+            args = (indices, weights, region.experts, *cuts, str(plan.experts.capacity_factor))
             limited = program.graph.call_function(kept_pairs, args)
         set_note(limited, note(indices))
         sort.replace_input_with(indices, limited)

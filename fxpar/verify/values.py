@@ -112,7 +112,7 @@ def reference_program(captured: Program) -> Program:
         captured = PassManager([*CANONICAL_PASSES, divide_batch]).run(captured)
     single = captured.with_(plan=captured.plan.on_one_rank())
     program = promote(PassManager([*CANONICAL_PASSES, annotate, insert_collectives, assign_rng]).run(single))
-    if captured.plan.capacity_factor is not None and Property.EXPERTS not in captured.properties:
+    if captured.plan.experts.capacity_factor is not None and Property.EXPERTS not in captured.properties:
         drop_beyond_capacity(program, captured.plan)
     return program
 
@@ -189,9 +189,9 @@ def _check_places(ranks: Sequence[SimulationResult]) -> None:
     if any(excess.values()):
         module, count = max(((module_of_load(name), count) for name, count in excess.items()), key=lambda pair: pair[1])
         raise CheckFailed(
-            f"receives {count} rows more than the plan's receive_budget has places for",
+            f"receives {count} rows more than the plan's recv_capacity_factor has places for",
             where=f"the experts {module}",
-            remedy="give a larger receive_budget, or other inputs: a training would repeat this step without it",
+            remedy="give a larger recv_capacity_factor, or other inputs: a training would repeat this step without it",
         )
 
 

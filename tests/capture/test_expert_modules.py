@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -16,6 +17,7 @@ from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.errors import CaptureError, PlanError
 from fxpar.ir.program import output_layouts
+from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
@@ -35,11 +37,16 @@ MODULES: list[tuple[Any, dict[str, Any]]] = [
 ]
 PLANS: list[dict[str, Any]] = [
     {"dp": 2, "ep": 2},
-    {"dp": 2, "tp": 2, "ep": 4, "etp": 1, "dispatch": "exact"},
+    {"dp": 2, "tp": 2, "ep": 4, "etp": 1, "experts": Experts("dropless")},
     {"tp": 2},
-    {"dp": 2, "tp": 2, "ep": 2, "capacity_factor": 0.8},
+    {"dp": 2, "tp": 2, "ep": 2, "experts": Experts(capacity_factor=0.8)},
     {"dp": 2},
 ]
+
+
+def _experts(plan: dict[str, Any]) -> Experts:
+    experts: Experts = plan.get("experts", Experts())
+    return experts
 
 
 @pytest.mark.parametrize(
@@ -48,31 +55,36 @@ PLANS: list[dict[str, Any]] = [
         pytest.param(made, options, plan, marks=[] if i == j and i < EVERY_TIME else [pytest.mark.matrix])
         for i, (made, options) in enumerate(MODULES)
         for j, plan in enumerate(PLANS)
-        if made is not Listed or "dispatch" not in plan
+        if made is not Listed or _experts(plan).dispatch == "static"
     ],
 )
 def test_they_are_the_single_device_s(made: Any, options: dict[str, Any], plan: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Named(made(**options), made(**options)).double()
-    found = verify(model, batch(), Plan(experts=ALL, **plan))
+    experts = replace(_experts(plan), expert_modules=ALL)
+    found = verify(model, batch(), Plan(**{**plan, "experts": experts}))
     assert found.ok, found.values
     assert made.forward.__code__.co_filename.endswith("named.py")
 
 
 def test_tensor_ranks_split_each_expert() -> None:
     for module in (Looped(), Listed()):
-        found = verify(Named(module), batch(), Plan(tp=2, experts=ALL), level="static")
+        found = verify(Named(module), batch(), Plan(tp=2, experts=Experts(expert_modules=ALL)), level="static")
         assert found.split_flops == 1
 
 
 def test_stacked_weights_are_held_by_expert_and_those_of_a_list_whole() -> None:
     for module, name, layout in ((Looped(), "down_proj", "dp:S(0)"), (Listed(), "1.w2.weight", "dp:I")):
-        program = compile_program(capture(Named(module), batch(), Plan(dp=2, ep=2, experts=ALL)).program)
+        program = compile_program(
+            capture(Named(module), batch(), Plan(dp=2, ep=2, experts=Experts(expert_modules=ALL))).program
+        )
         layouts = {p.fqn: str(output_layouts(program.node(p.node))[0]) for p in program.parameters}
         assert layouts[f"layers.0.experts.{name}"] == layout
     with pytest.raises(PlanError, match=r"matrices are stacked from 4 parameters.*ranks of tp.*give etp=2"):
         compile_program(
-            capture(Named(Listed()), batch(), Plan(dp=2, tp=2, ep=4, etp=1, experts=ALL)).program,
+            capture(
+                Named(Listed()), batch(), Plan(dp=2, tp=2, ep=4, etp=1, experts=Experts(expert_modules=ALL))
+            ).program,
         )
 
 
@@ -80,8 +92,8 @@ def test_stacked_weights_are_held_by_expert_and_those_of_a_list_whole() -> None:
 def test_models_without_memory_are_read_too(made: Any) -> None:
     with torch.device("meta"):
         model = Named(made())
-    program = capture(model, batch(), Plan(experts=ALL)).program
-    assert parse_program(print_program(program)).plan.experts == ALL
+    program = capture(model, batch(), Plan(experts=Experts(expert_modules=ALL))).program
+    assert parse_program(print_program(program)).plan.experts.expert_modules == ALL
     assert sum("grouped_linear" in str(node.target) for node in program.graph.nodes) == (3 if made is Listed else 2)
 
 
@@ -194,15 +206,15 @@ class Wide(Looped):
 )
 def test_a_module_that_computes_anything_else_is_refused(module: Any, message: str) -> None:
     with pytest.raises(PlanError, match=rf"names layers.0.experts: .*{message}.*call fxpar.ops.experts"):
-        capture(Named(module()), batch(), Plan(experts=ALL))
+        capture(Named(module()), batch(), Plan(experts=Experts(expert_modules=ALL)))
 
 
 def test_a_gradient_that_a_matrix_does_not_get_is_noticed() -> None:
-    capture(Named(Looped()), batch(), Plan(experts=ALL))
+    capture(Named(Looped()), batch(), Plan(experts=Experts(expert_modules=ALL)))
     with pytest.raises(PlanError, match=r"other parameters get a gradient"):
-        capture(Named(Frozen()), batch(), Plan(experts=ALL))
+        capture(Named(Frozen()), batch(), Plan(experts=Experts(expert_modules=ALL)))
     with pytest.raises(PlanError, match=r"the gradient of a parameter differs by"):
-        capture(Named(Halved()), batch(), Plan(experts=ALL))
+        capture(Named(Halved()), batch(), Plan(experts=Experts(expert_modules=ALL)))
 
 
 def test_globs_name_modules_of_experts() -> None:
@@ -210,17 +222,17 @@ def test_globs_name_modules_of_experts() -> None:
     with pytest.raises(
         PlanError, match=r"experts: '\*.mlp': matches no module; modules of experts are layers.0.experts"
     ):
-        capture(model, batch(), Plan(experts=("*.mlp",)))
+        capture(model, batch(), Plan(experts=Experts(expert_modules=("*.mlp",))))
     with pytest.raises(
         PlanError, match=r"'\*.router' names layers.0.router: its forward takes input, not hidden_states"
     ):
-        capture(model, batch(), Plan(experts=("*.router",)))
+        capture(model, batch(), Plan(experts=Experts(expert_modules=("*.router",))))
     with pytest.raises(PlanError, match=r"names layers.0.experts: it has no weights of experts: gate_up_proj and down"):
-        capture(Named(Unnamed()), batch(), Plan(experts=ALL))
+        capture(Named(Unnamed()), batch(), Plan(experts=Experts(expert_modules=ALL)))
     experts = model.get_submodule("layers.0.experts")
     experts.forward = MethodType(Looped.forward, experts)
     with pytest.raises(PlanError, match=r"its forward was put in the place of that of its class"):
-        capture(model, batch(), Plan(experts=ALL))
+        capture(model, batch(), Plan(experts=Experts(expert_modules=ALL)))
 
 
 class Unnamed(Looped):
@@ -247,16 +259,16 @@ class Called(nn.Module):
 
 def test_a_call_with_other_shapes_is_refused() -> None:
     with pytest.raises(PlanError, match=r"experts: it is called with torch.float32\[.*not with hidden_states"):
-        capture(Called(), torch.randn(4, 5, WIDTH), Plan(experts=("experts",)))
+        capture(Called(), torch.randn(4, 5, WIDTH), Plan(experts=Experts(expert_modules=("experts",))))
 
 
 def test_a_plan_keeps_its_globs() -> None:
-    plan = Plan(experts=("*.b", "*.a", "*.b"))
-    assert plan.experts == ("*.a", "*.b")
+    plan = Plan(experts=Experts(expert_modules=("*.b", "*.a", "*.b")))
+    assert plan.experts.expert_modules == ("*.a", "*.b")
     assert Plan.from_yaml(plan.to_yaml()) == plan
     for given in ("*.a", [""], [3], None):
-        with pytest.raises(PlanError, match=r"experts=.* is no list of globs: write names of modules"):
-            Plan.from_dict({"experts": given})
+        with pytest.raises(PlanError, match=r"experts.expert_modules=.* is no list of globs: write names of modules"):
+            Plan.from_dict({"experts": {"expert_modules": given}})
 
 
 MODEL = """
@@ -273,9 +285,11 @@ def test_a_flag_names_them(tmp_path: Path) -> None:
     refused = fxpar("verify", model, "--dp", "2", "--ep", "2")
     assert refused.status == 2
     assert "fxpar.ops.experts" in refused.err
-    found = fxpar("verify", model, "--dp", "2", "--ep", "2", "--experts", "layers.*", "--level", "values")
+    found = fxpar("verify", model, "--dp", "2", "--ep", "2", "--expert-modules", "layers.*", "--level", "values")
     assert found.status == 2, found.out  # a dictionary of experts is none
-    found = fxpar("verify", model, "--dp", "2", "--ep", "2", "--experts", "layers.*.experts", "--level", "values")
+    found = fxpar(
+        "verify", model, "--dp", "2", "--ep", "2", "--expert-modules", "layers.*.experts", "--level", "values"
+    )
     assert found.status == 0, found.err
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fxpar.capture.capture import capture
 from fxpar.errors import PlanError
+from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
 from fxpar.verification import verify
 from tests.capture.named import EXPERTS, Listed, Looped, Named, batch
@@ -87,7 +88,7 @@ class Leaving(Looped):
 def test_what_a_forward_leaves_behind_is_noticed(module: Any, name: str) -> None:
     before = {key: value.clone() for key, value in module.state_dict().items()}
     with pytest.raises(PlanError, match=rf"names layers.0.experts: .*it changes {name}, which.*fxpar.ops.experts"):
-        capture(Named(module), batch(), Plan(experts=ALL))
+        capture(Named(module), batch(), Plan(experts=Experts(expert_modules=ALL)))
     assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
 
 
@@ -101,7 +102,10 @@ class Kept(Looped):
 
 
 def test_state_that_is_not_touched_is_no_difference() -> None:
-    assert capture(Named(Kept()), batch(), Plan(experts=ALL)).program.plan.experts == ALL
+    assert (
+        capture(Named(Kept()), batch(), Plan(experts=Experts(expert_modules=ALL))).program.plan.experts.expert_modules
+        == ALL
+    )
 
 
 class Limited(Listed):
@@ -131,7 +135,7 @@ class Last(Listed):
 @pytest.mark.parametrize("module", [Limited, Last])
 def test_what_some_routings_show_is_tried(module: Any) -> None:
     with pytest.raises(PlanError, match="its output differs by"):
-        capture(Named(module()), batch(), Plan(experts=ALL))
+        capture(Named(module()), batch(), Plan(experts=Experts(expert_modules=ALL)))
 
 
 class Hit(Listed):
@@ -161,7 +165,7 @@ class Detached(Hit):
 def test_experts_without_rows_may_be_left_out() -> None:
     torch.manual_seed(0)
     model: nn.Module = Named(Hit()).double()
-    found = verify(model, batch(), Plan(experts=ALL, dp=2, ep=2))
+    found = verify(model, batch(), Plan(experts=Experts(expert_modules=ALL), dp=2, ep=2))
     assert found.ok, found.values
     with pytest.raises(PlanError, match="other parameters get a gradient"):
-        capture(Named(Detached()), batch(), Plan(experts=ALL))
+        capture(Named(Detached()), batch(), Plan(experts=Experts(expert_modules=ALL)))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fxpar.capture.capture import capture
 from fxpar.errors import CaptureError
+from fxpar.plan.option_groups import Operators
 from fxpar.plan.plan import Plan
 from fxpar.verification import verify
 from tests.rowwise import (
@@ -31,7 +32,7 @@ from tests.rowwise import (
     unscaled,
 )
 
-ALL = Plan(dp=2, row_wise=("fxpar_rows.*",))
+ALL = Plan(dp=2, operators=Operators(batchwise_ops=("fxpar_rows.*",)))
 
 MIXING: dict[str, tuple[Callable[..., Any], str]] = {
     "forward": (lambda h, w: centred(h), r"output 0 of rows 0…1 and 2…3 by themselves differs from that of all rows"),
@@ -78,7 +79,9 @@ def test_rows_that_are_apart_stay_so_whatever_their_size(dtype: torch.dtype) -> 
 
 def test_only_data_ranks_need_to_know() -> None:
     model = Model(lambda h, w: centred(h))
-    assert verify(model, BATCH, Plan(tp=2, row_wise=("fxpar_rows.centred.*",)), level="static").ok
+    assert verify(
+        model, BATCH, Plan(tp=2, operators=Operators(batchwise_ops=("fxpar_rows.centred.*",))), level="static"
+    ).ok
 
 
 def test_rows_that_cannot_be_halved_are_cut_unevenly() -> None:

@@ -29,7 +29,12 @@ def remembered() -> Iterator[None]:
         fixed: frozenset[tuple[int, int]] = frozenset(),
     ) -> Captured:
         plan = plan or Plan()
-        if not type(model).__module__.startswith("transformers.") or callable(loss) or plan.row_wise or plan.experts:
+        if (
+            not type(model).__module__.startswith("transformers.")
+            or callable(loss)
+            or plan.operators.batchwise_ops
+            or plan.experts.expert_modules
+        ):
             return capture(model, batch, plan, loss, fixed)
         key = _described(model), _described_batch(batch), loss, plan.data_ranks > 1, fixed
         if key not in made:

@@ -65,7 +65,7 @@ def test_static_dispatch_sends_tokens_where_less_travels_so() -> None:
 
 
 def test_exact_dispatch_sends_rows_alone() -> None:
-    sent = [c for c in _collectives("--dispatch", "exact") if c["op"] == "all_to_all"]
+    sent = [c for c in _collectives("--dispatch", "dropless") if c["op"] == "all_to_all"]
     # Half of the places of blocks: each of 2 * 3 * 16 tokens goes to two experts.
     assert [(c["phase"], c["bytes"]) for c in sent[1:]] == [
         *([("forward", 2 * 3 * 16 * 2 * 96 * 4)] * 2),

@@ -228,8 +228,8 @@ def test_flags_win_over_the_plan_file(small: str, tmp_path: Path) -> None:
 
 
 def test_recomputation_stands_in_the_text(small: str) -> None:
-    words = ("trace", f"{small}:build", "--tp", "2", "--recompute", "selective", "--activation-budget", "0.5")
-    assert 'plan {"tp": 2, "recompute": "selective", "activation_budget": 0.5}' in fxpar(*words).out
+    words = ("trace", f"{small}:build", "--tp", "2", "--recompute", "selective", "--activation-memory-budget", "0.5")
+    assert 'plan {"tp": 2, "recompute": {"mode": "selective", "activation_memory_budget": 0.5}}' in fxpar(*words).out
 
 
 def test_precision_casts_the_model(small: str) -> None:

@@ -13,13 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from fxpar import CudaGraphs, Plan
+from fxpar import Communication, Cost, CudaGraphs, Experts, Operators, Pipeline, Plan, Recompute
 from fxpar.cli.output import CommandResult, Ui
 from fxpar.cli.plan_flags import Request, command, plan_flags
-from fxpar.plan.cost import Cost
 from tests.cli.tool import TINY, fxpar
 
-FIELDS = [field.name for field in dataclasses.fields(Plan)]
+# Records that have a flag for each of their options.
+RECORDS: dict[str, Any] = {
+    kind.__name__.lower(): kind for kind in (Experts, Pipeline, Recompute, Communication, Operators)
+}
+# By the name of a flag the record of its option, and the option.
+OPTIONS = {field.name: ("", field.name) for field in dataclasses.fields(Plan) if field.name not in RECORDS} | {
+    record if field.name == "mode" else field.name: (record, field.name)
+    for record, kind in RECORDS.items()
+    for field in dataclasses.fields(kind)
+}
 
 sizes = st.integers(1, 64)
 names = st.text("abz_.*019", min_size=1, max_size=8)
@@ -34,7 +42,7 @@ def words(*choices: str) -> st.SearchStrategy[str]:
 
 
 def one(field: str, values: st.SearchStrategy[Any], **more: Any) -> st.SearchStrategy[dict[str, Any]]:
-    """Options of a plan: a field, and others that it needs."""
+    """Options of a plan by flag: one, and others that it needs."""
     return values.map(lambda value: {**more, field: value})
 
 
@@ -44,33 +52,43 @@ PLANS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "ep": one("ep", words("4", "8").map(int), tp=4, dp=2, etp=1),
     "etp": one("etp", words("1", "2").map(int), tp=2, dp=2, ep=2),
     "virtual_stages": one("virtual_stages", sizes, **pipeline),
-    "stages": one("stages", st.one_of(st.just({"h.1": 1}), st.just((3, 1))), pp=2),
     "microbatches": one("microbatches", sizes),
     "schedule": one("schedule", words("1f1b", "gpipe"), **pipeline),
-    "group_size": one("group_size", st.just(4), **pipeline, virtual_stages=2, schedule="interleaved_1f1b"),
     "split": one("split", st.dictionaries(names, words("column", "row", "head", "vocab", "replicate"), min_size=1)),
     "batch_dims": one("batch_dims", st.dictionaries(names, st.integers(-3, 3), min_size=1)),
-    "padding": one(
-        "padding", st.dictionaries(names, st.one_of(st.integers(-100, 9), parts, st.booleans()), min_size=1)
+    "pad_values": one(
+        "pad_values", st.dictionaries(names, st.one_of(st.integers(-100, 9), parts, st.booleans()), min_size=1)
     ),
     "loss_reduction": one("loss_reduction", words("mean", "token", "local_mean", "sum")),
     "batch_norm": one("batch_norm", words("refuse", "global")),
-    **{field: one(field, globs) for field in ("row_wise", "added_losses", "experts")},
+    **{field: one(field, globs) for field in ("batchwise_ops", "added_losses", "expert_modules")},
     **{field: one(field, st.booleans()) for field in ("sequence_parallel", "cast_inputs", "compile")},
     "seed": one("seed", st.integers(0, 2**62)),
     "precision": one("precision", words("as_is", "fp32", "bf16", "fp16", "bf16_weights")),
     "recompute": one("recompute", words("none", "selective", "full")),
-    "activation_budget": one("activation_budget", st.one_of(st.just(0.5), sizes), recompute="selective"),
-    "exchange": one("exchange", words("auto", "nccl", "copy")),
-    "size_programs": one("size_programs", sizes),
-    "dispatch": one("dispatch", words("static", "allgather", "alltoall", "exact"), **experts),
-    "receive_budget": one("receive_budget", parts.map(lambda x: 1 + x), **experts),
+    "activation_memory_budget": one("activation_memory_budget", st.one_of(st.just(0.5), sizes), recompute="selective"),
+    "collective_transport": one("collective_transport", words("auto", "nccl", "copy")),
+    "stages": one("stages", st.one_of(st.just({"h.1": 1}), st.just((3, 1))), pp=2),
+    "group_size": one("group_size", st.just(4), **pipeline, virtual_stages=2, schedule="interleaved_1f1b"),
+    "dispatch": one("dispatch", words("static", "allgather", "alltoall", "dropless"), **experts),
+    "recv_capacity_factor": one("recv_capacity_factor", parts.map(lambda x: 1 + x), **experts),
     "capacity_factor": one("capacity_factor", st.one_of(parts, sizes)),
     "drop_policy": one("drop_policy", words("probs", "position"), capacity_factor=1.25),
     "pad_to_capacity": one("pad_to_capacity", st.booleans(), capacity_factor=1.25),
+    "size_programs": one("size_programs", sizes),
     "cuda_graphs": one("cuda_graphs", st.builds(CudaGraphs, st.just("partial"), st.just(("attn", "mlp")), sizes)),
     "cost": one("cost", st.builds(Cost, parts, hidden=st.just(0.25), axes=st.just({"dp": {"latency": 2e-5}}))),
 }
+
+
+def plan_of(options: Mapping[str, Any]) -> Plan:
+    """The plan with these options, by flag."""
+    flat: dict[str, Any] = {}
+    records: dict[str, dict[str, Any]] = {}
+    for name, value in options.items():
+        record, option = OPTIONS[name]
+        (records.setdefault(record, {}) if record else flat)[option] = value
+    return Plan(**flat, **{record: RECORDS[record](**values) for record, values in records.items()})
 
 
 def command_line(options: Mapping[str, Any]) -> list[str]:
@@ -117,14 +135,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(next(folder.glob("*-annotate.txt")))
 
 
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("name", OPTIONS)
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
-def test_every_field_is_an_option(field: str, text: str, data: st.DataObject) -> None:
-    options = data.draw(PLANS[field])
+def test_every_field_is_an_option(name: str, text: str, data: st.DataObject) -> None:
+    options = data.draw(PLANS[name])
     line = command_line(options)
     request = request_of(*line)
-    assert request.plan == Plan(**options)
+    assert request.plan == plan_of(options)
     flags = {"--" + name.replace("_", "-") for name in options}
     assert set(request.flags) == flags
     refused = fxpar("run", text, *line)
@@ -134,8 +152,12 @@ def test_every_field_is_an_option(field: str, text: str, data: st.DataObject) ->
     assert reason.startswith("the plan stands in the text")
 
 
-@pytest.mark.parametrize("field", FIELDS)
-def test_every_option_has_its_help(field: str) -> None:
-    flag = next(flag for flag in plan_flags() if flag.field == field)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_has_its_help(name: str) -> None:
+    flag = next(flag for flag in plan_flags() if (flag.record, flag.field) == OPTIONS[name])
     text = next(option.help for option in flag.annotation.__metadata__)
     assert len(text.split()) > 2
+
+
+def test_there_are_no_other_flags() -> None:
+    assert sorted(flag.key for flag in plan_flags()) == sorted(OPTIONS)

@@ -200,7 +200,7 @@ def test_a_function_is_declared_row_wise_by_a_flag(tmp_path: Path) -> None:
     path.write_text(ROW_WISE)
     refused = fxpar("verify", f"{path}:build", "--dp", "2")
     assert refused.status == 1
-    assert 'Plan(row_wise=("fxpar_row_wise.Scan",))' in refused.err.replace("\n", " ")
-    result = fxpar("verify", f"{path}:build", "--dp", "2", "--row-wise", "fxpar_row_wise.*")
+    assert 'Operators(batchwise_ops=("fxpar_row_wise.Scan",))' in refused.err.replace("\n", " ")
+    result = fxpar("verify", f"{path}:build", "--dp", "2", "--batchwise-ops", "fxpar_row_wise.*")
     assert result.status == 0, result.err
     assert "on the plan's word" in result.out

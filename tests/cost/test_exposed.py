@@ -97,7 +97,7 @@ def test_what_is_postponed_for_too_long_is_not_beside() -> None:
 def test_of_sums_over_more_than_two_ranks_copies_carry_the_first_half(ranks: int, half: bool) -> None:
     text = f"""\
 fxpar 2
-plan {{"tp": {ranks}, "exchange": "copy", {_COST}}}
+plan {{"tp": {ranks}, "communication": {{"collective_transport": "copy"}}, {_COST}}}
 properties canonical collectives layouts local step
 %x = input["x"] : {_SQUARE} tp:P
 %sum = fxpar.all_reduce[tp](%x) : {_SQUARE} tp:P→R {{buffer=1, phase=backward}}

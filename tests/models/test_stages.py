@@ -14,6 +14,7 @@ from fxpar.compile import compile_program, compile_step
 from fxpar.ir.program import Program, note
 from fxpar.ir.regions import inlined
 from fxpar.ir.stages import Stage, crossings, holders, stage_of, stages_of
+from fxpar.plan.option_groups import Pipeline, Recompute
 from fxpar.plan.plan import Plan
 from fxpar.verify import simulate_ranks
 from fxpar.verify.values import TOLERANCE, ValueReport, call_inputs, check_capture, program_state, verify_values
@@ -99,7 +100,7 @@ def test_without_a_loss_all_outputs_are_differentiated() -> None:
 
 def test_a_frozen_first_stage_gets_no_gradient() -> None:
     """Nothing before the cut is trained: what crosses carries none, and the first stage has no backward."""
-    program = check(Plan(tp=2, pp=2, stages={"transformer.h.2": 1}), "gpt2", "frozen")
+    program = check(Plan(tp=2, pp=2, pipeline=Pipeline({"transformer.h.2": 1})), "gpt2", "frozen")
     assert [c.carries for c in crossings(program)] == [False]
     first, second = stages_of(program)
     assert (first.tangents, second.returned) == ((), {})
@@ -115,7 +116,7 @@ def test_a_sequence_cut_over_the_tensor_ranks_stays_cut() -> None:
 @pytest.mark.parametrize(("name", "tp"), [("gpt2", 2), pytest.param("llama", 1, marks=pytest.mark.matrix)])
 def test_layers_are_recomputed_by_their_stage(name: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of all stages after all their passes, each statically checked."""
-    plan = Plan(tp=tp, pp=2, recompute="full")
+    plan = Plan(tp=tp, pp=2, recompute=Recompute("full"))
     again = []
 
     def step_of_stage(stage: Stage) -> Program:
@@ -131,7 +132,7 @@ def test_layers_are_recomputed_by_their_stage(name: str, tp: int, monkeypatch: p
 
 
 def test_stages_hold_whole_layers_where_they_are_told_to() -> None:
-    program = check(Plan(pp=2, virtual_stages=2, stages=(1, 1, 1, 1)), "gpt2")
+    program = check(Plan(pp=2, virtual_stages=2, pipeline=Pipeline((1, 1, 1, 1))), "gpt2")
     for layer in range(4):
         own = {
             stage_of(n)

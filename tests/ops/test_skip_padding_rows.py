@@ -16,6 +16,7 @@ from fxpar.ops.grouped import grouped_linear, swiglu_gradient, swiglu_rows
 from fxpar.ops.lower import leave_unread, lower
 from fxpar.ops.permute import moe_permute, take_weighed
 from fxpar.ops.process_group import Group
+from fxpar.plan.option_groups import Experts, Recompute
 from fxpar.plan.plan import Plan
 from fxpar.verification import verify
 from tests.passes.experts import Routed, batch, dispatched
@@ -23,14 +24,17 @@ from tests.passes.experts import Routed, batch, dispatched
 aten, fxp = torch.ops.aten, torch.ops.fxpar
 FILLING = (fxp.moe_permute, fxp.take_weighed, fxp.grouped_linear, fxp.swiglu_rows, fxp.swiglu_gradient)
 PLANS: dict[str, tuple[dict[str, Any], bool]] = {
-    "allgather": ({"dp": 2, "ep": 2, "dispatch": "allgather"}, True),
-    "alltoall": ({"dp": 2, "ep": 2, "dispatch": "alltoall"}, True),
-    "exact": ({"dp": 2, "ep": 2, "dispatch": "exact"}, True),
+    "allgather": ({"dp": 2, "ep": 2, "experts": Experts("allgather")}, True),
+    "alltoall": ({"dp": 2, "ep": 2, "experts": Experts("alltoall")}, True),
+    "dropless": ({"dp": 2, "ep": 2, "experts": Experts("dropless")}, True),
     "etp": ({"dp": 2, "tp": 2, "ep": 4, "etp": 1}, True),
-    "capacity": ({"dp": 2, "ep": 2, "capacity_factor": 0.8}, True),
-    "recompute": ({"dp": 2, "ep": 2, "recompute": "selective"}, True),
+    "capacity": ({"dp": 2, "ep": 2, "experts": Experts(capacity_factor=0.8)}, True),
+    "recompute": ({"dp": 2, "ep": 2, "recompute": Recompute("selective")}, True),
     "own": ({"dp": 2}, False),  # all rows are somebody's
-    "padded": ({"dp": 2, "ep": 2, "capacity_factor": 0.8, "pad_to_capacity": True}, False),  # nobody's are between
+    "padded": (
+        {"dp": 2, "ep": 2, "experts": Experts(capacity_factor=0.8, pad_to_capacity=True)},
+        False,
+    ),  # nobody's are between
 }
 
 
@@ -56,7 +60,7 @@ def test_what_they_hold_changes_nothing(name: str, monkeypatch: pytest.MonkeyPat
     step = compile_step(program, (program.loss,), (program.loss,), [p.fqn for p in program.parameters if p.trainable])
     lowered = lower(step, {axis: Group(axis, n) for axis, n in step.axes.items()})
     # Rows that travel, forward and backward; or what the forward made and a recomputed order reads.
-    filled = {"alltoall": 2, "exact": 2, "etp": 2, "capacity": 2, "recompute": 2}.get(name, 0)
+    filled = {"alltoall": 2, "dropless": 2, "etp": 2, "capacity": 2, "recompute": 2}.get(name, 0)
     counted = written(lowered.module.graph)
     assert (counted[True] == filled and counted[False] >= 8) if leaves else not counted[False]
     monkeypatch.setattr(permute, "UNREAD", math.nan)

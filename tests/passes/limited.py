@@ -70,10 +70,10 @@ class Dropping(Plain):
         rows: list[list[Tensor]] = [[] for _ in tokens]
         self.dropped = 0
         for source in self.sources:
-            capacity = math.ceil(len(source) * self.choices / EXPERTS * self.plan.capacity_factor)  # type: ignore[operator]
+            capacity = math.ceil(len(source) * self.choices / EXPERTS * self.plan.experts.capacity_factor)  # type: ignore[operator]
             for e in range(EXPERTS):
                 pairs = [(t, k) for t in source if t is not None for k in range(self.choices) if indices[t, k] == e]
-                if self.plan.drop_policy == "probs":
+                if self.plan.experts.drop_policy == "probs":
                     pairs.sort(key=lambda pair: -weights[pair].item())
                 self.dropped += len(pairs[capacity:])
                 for t, k in pairs[:capacity]:

@@ -12,6 +12,7 @@ from fxpar.capture.capture import capture
 from fxpar.errors import LayoutError, PlanError
 from fxpar.manager import PassManager
 from fxpar.passes.canonicalize import canonicalize
+from fxpar.plan.option_groups import Operators
 from fxpar.plan.plan import Plan
 from fxpar.text.printing import print_program
 from fxpar.verification import verify
@@ -78,7 +79,9 @@ REFUSED = {
 
 
 def test_a_loss_is_a_term_of_the_model_s() -> None:
-    captured = capture(Squared().double(), {"x": torch.randn(4, 6).double()}, Plan(added_losses=(NAME,)))
+    captured = capture(
+        Squared().double(), {"x": torch.randn(4, 6).double()}, Plan(operators=Operators(added_losses=(NAME,)))
+    )
     lines = print_program(PassManager([canonicalize]).run(captured.program)).splitlines()
     assert [line.split("  #")[0] for line in lines if " = " in line][-4:] == [
         "%mean_value = aten.detach.default(%mean) : f64[]",
@@ -98,7 +101,7 @@ PLANS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", PLANS, ids=str)
 def test_ranks_have_the_gradients_of_one_device(options: dict[str, Any]) -> None:
-    found = verify(Routed().double(), batch(), Plan(added_losses=("*.AddLoss",), **options))
+    found = verify(Routed().double(), batch(), Plan(operators=Operators(added_losses=("*.AddLoss",)), **options))
     assert found.ok, found.values
 
 
@@ -108,17 +111,21 @@ def test_without_the_plan_s_word_data_ranks_are_refused() -> None:
 
 
 def test_a_function_that_gets_no_gradient_adds_nothing() -> None:
-    assert verify(Squared(is_used=False).double(), {"x": torch.randn(4, 6).double()}, Plan(added_losses=(NAME,))).ok
+    assert verify(
+        Squared(is_used=False).double(),
+        {"x": torch.randn(4, 6).double()},
+        Plan(operators=Operators(added_losses=(NAME,))),
+    ).ok
 
 
 @pytest.mark.parametrize("function", REFUSED, ids=lambda each: each.__name__)
 def test_a_function_that_does_something_else_is_refused(function: Any) -> None:
     name = f"{__name__}.{function.__name__}"
     with pytest.raises(PlanError, match=f"is declared to add a loss, and .*{REFUSED[function]}"):
-        verify(Squared(function), {"x": torch.randn(4, 6)}, Plan(added_losses=(name,)))
+        verify(Squared(function), {"x": torch.randn(4, 6)}, Plan(operators=Operators(added_losses=(name,))))
 
 
 def test_a_name_that_is_none_of_the_model_s_is_refused() -> None:
     with pytest.raises(PlanError, match=f"added_losses: 'Other': matches no autograd function; .* are {NAME}"):
-        verify(Squared(), {"x": torch.randn(4, 6)}, Plan(added_losses=("Other",)))
-    capture(Squared().eval(), {"x": torch.randn(4, 6)}, Plan(added_losses=("Other",)))
+        verify(Squared(), {"x": torch.randn(4, 6)}, Plan(operators=Operators(added_losses=("Other",))))
+    capture(Squared().eval(), {"x": torch.randn(4, 6)}, Plan(operators=Operators(added_losses=("Other",))))

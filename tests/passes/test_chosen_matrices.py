@@ -16,6 +16,7 @@ from fxpar.errors import LayoutError, PlanError
 from fxpar.ir.program import Program, output_layouts
 from fxpar.manager import PassManager
 from fxpar.passes import canonicalize, recognize_experts
+from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
 from fxpar.verification import verify
 from tests.passes.chosen_layer import CHOICES, EXPERTS, FORMS, MUTANTS, WIDTH, Chosen, batch
@@ -23,7 +24,7 @@ from tests.passes.chosen_layer import CHOICES, EXPERTS, FORMS, MUTANTS, WIDTH, C
 PLANS: list[dict[str, Any]] = [
     {"dp": 2, "ep": 2},
     {"tp": 2},
-    {"dp": 2, "tp": 2, "ep": 4, "etp": 1, "dispatch": "exact"},
+    {"dp": 2, "tp": 2, "ep": 4, "etp": 1, "experts": Experts("dropless")},
     {"dp": 2, "tp": 2, "ep": 2},
     {"dp": 2},
 ]
@@ -129,7 +130,9 @@ def test_experts_are_on_several_ranks() -> None:
 @pytest.mark.parametrize("policy", ["probs", "position"])
 def test_a_capacity_drops_their_rows(policy: str) -> None:
     torch.manual_seed(0)
-    found = verify(Chosen("einsum").double(), batch(), Plan(dp=2, ep=2, capacity_factor=0.8, drop_policy=policy))
+    found = verify(
+        Chosen("einsum").double(), batch(), Plan(dp=2, ep=2, experts=Experts(capacity_factor=0.8, drop_policy=policy))
+    )
     assert found.ok, found.values
 
 

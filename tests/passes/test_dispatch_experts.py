@@ -16,6 +16,7 @@ from fxpar.errors import CheckFailed, FxparError, PassError, PlanError
 from fxpar.ir.program import output_layouts
 from fxpar.manager import PassManager
 from fxpar.ops import capacity_indices
+from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
@@ -44,8 +45,11 @@ GATHERED = [(2, 1, 1, 2, False), (2, 1, 2, 1, False), (2, 1, 1, 4, False), (2, 1
 RUNS = [(mesh, "static") for mesh in MESHES] + [(mesh, "alltoall") for mesh in GATHERED]
 
 
+CHOSEN_BY_COST = Experts()
+
+
 def plan(ep: int, etp: int, tp: int, dp: int, sequence: bool = False, dispatch: str = "static") -> Plan:
-    return Plan(ep=ep, etp=etp, tp=tp, dp=dp, sequence_parallel=sequence, dispatch=dispatch)
+    return Plan(ep=ep, etp=etp, tp=tp, dp=dp, sequence_parallel=sequence, experts=Experts(dispatch))
 
 
 @pytest.mark.parametrize(
@@ -114,17 +118,17 @@ def test_no_token_travels_twice() -> None:
 def test_tokens_are_gathered_where_a_block_has_a_place_for_each() -> None:
     """One of two experts a rank, with half of its tokens' rows; tokens that tensor ranks share are not gathered."""
 
-    def is_gathered(**options: Any) -> bool:
-        return "fxpar.expand_over" in print_program(dispatched(Plan(etp=1, **options)))
+    def is_gathered(experts: Experts = CHOSEN_BY_COST, **options: Any) -> bool:
+        return "fxpar.expand_over" in print_program(dispatched(Plan(etp=1, experts=experts, **options)))
 
     assert is_gathered(dp=4, ep=4)
-    assert is_gathered(dp=2, ep=2, receive_budget=1)
-    assert not is_gathered(dp=4, ep=4, receive_budget=1.5)
-    assert is_gathered(dp=4, ep=4, receive_budget=1.5, dispatch="allgather")
+    assert is_gathered(Experts(recv_capacity_factor=1), dp=2, ep=2)
+    assert not is_gathered(Experts(recv_capacity_factor=1.5), dp=4, ep=4)
+    assert is_gathered(Experts("allgather", recv_capacity_factor=1.5), dp=4, ep=4)
     assert is_gathered(tp=2, dp=2, ep=2)
     assert not is_gathered(tp=2, dp=2, ep=4)
     with pytest.raises(PlanError, match=r"each token would be gathered by every tensor parallel rank.*or of tp alone"):
-        is_gathered(tp=2, dp=2, ep=4, dispatch="allgather")
+        is_gathered(Experts("allgather"), tp=2, dp=2, ep=4)
 
 
 def test_no_size_depends_on_the_routing() -> None:
@@ -138,16 +142,18 @@ def test_no_size_depends_on_the_routing() -> None:
 )
 def test_a_budget_has_fewer_places_and_says_when_rows_lack_one(dispatch: str, places: str) -> None:
     """One and a half of a balanced load is enough here; the load itself is not."""
-    ranks = plan(2, 1, 1, 2, dispatch=dispatch)
-    program = dispatched(ranks.replace(receive_budget=1.5))
+    ranks = plan(2, 1, 1, 2)
+    program = dispatched(ranks.replace(experts=Experts(dispatch, recv_capacity_factor=1.5)))
     text = print_program(program)
     assert places in text
     assert "fxpar.excess.experts=%block_excess" in text
     assert print_program(parse_program(text)) == text
     assert compared(program).ok
-    with pytest.raises(CheckFailed, match=r"rows more than the plan's receive_budget has places for.*larger"):
-        compared(dispatched(ranks.replace(receive_budget=1)))
-    assert "excess" not in print_program(dispatched(ranks.replace(receive_budget=2)))  # tokens need no more
+    with pytest.raises(CheckFailed, match=r"rows more than the plan's recv_capacity_factor has places for.*larger"):
+        compared(dispatched(ranks.replace(experts=Experts(dispatch, recv_capacity_factor=1))))
+    assert "excess" not in print_program(
+        dispatched(ranks.replace(experts=Experts(dispatch, recv_capacity_factor=2)))
+    )  # tokens need no more
 
 
 def test_rows_without_a_place_are_left_out_and_counted() -> None:
@@ -219,7 +225,7 @@ class Scaled(Routed):
         return torch.ops.fxpar.moe_combine(outputs, top.values, order, x.dtype).sum()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("dispatch", ["alltoall", "allgather", "exact"])
+@pytest.mark.parametrize("dispatch", ["alltoall", "allgather", "dropless"])
 def test_a_size_that_scales_rows_is_not_their_number(dispatch: str) -> None:
     proof = verify(Scaled().double(), batch(5), plan(2, 1, 1, 2, dispatch=dispatch))
     assert proof.ok, proof

@@ -17,6 +17,7 @@ from fxpar.manager import PassManager
 from fxpar.ops import capacity_indices, permute
 from fxpar.passes.differentiate import differentiate
 from fxpar.passes.mark_regions import mark_regions
+from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
@@ -43,8 +44,8 @@ MODELS = (
 )
 
 
-def plan(ep: int, etp: int, tp: int, dp: int, sequence: bool = False, dispatch: str = "exact") -> Plan:
-    return Plan(ep=ep, etp=etp, tp=tp, dp=dp, sequence_parallel=sequence, dispatch=dispatch)
+def plan(ep: int, etp: int, tp: int, dp: int, sequence: bool = False, dispatch: str = "dropless") -> Plan:
+    return Plan(ep=ep, etp=etp, tp=tp, dp=dp, sequence_parallel=sequence, experts=Experts(dispatch))
 
 
 @pytest.mark.parametrize(
@@ -149,16 +150,16 @@ def test_mutants_are_rejected_statically() -> None:
             _checked(mutant)
 
 
-@pytest.mark.parametrize(("dispatch", "count"), [("static", 0), ("exact", 1)])
+@pytest.mark.parametrize(("dispatch", "count"), [("static", 0), ("dropless", 1)])
 def test_graphs_end_where_the_routing_decides_how_many_rows_there_are(dispatch: str, count: int) -> None:
     """The static one is proven to be static by the same checker."""
     program = dispatched(plan(2, 1, 1, 2, dispatch=dispatch))
     _, boundaries = capture_regions(PassManager([differentiate, mark_regions]).run(program))
     reasons = {each.node: each.reason for each in boundaries}
     assert sum("to the host" in reason for reason in reasons.values()) == count
-    assert bool(reasons) == (dispatch == "exact")
+    assert bool(reasons) == (dispatch == "dropless")
     if reasons:
-        assert reasons["split_sizes"] == "copies how many rows travel to the host; give dispatch='static'"
+        assert reasons["split_sizes"] == "copies how many rows travel to the host; give experts.dispatch='static'"
         assert {"send_rows", "return_rows", "grouped_linear_default"} <= reasons.keys()
 
 

@@ -26,7 +26,7 @@ from fxpar.verify.static import STATIC, verify_static
 _KIND = "f32[1000, 1000]"
 _HEAD = f"""\
 fxpar 2
-plan {{"tp": 2, "exchange": "copy"}}
+plan {{"tp": 2, "communication": {{"collective_transport": "copy"}}}}
 properties canonical collectives layouts local step
 %x = input["x"] : {_KIND} tp:P
 """
@@ -58,7 +58,7 @@ def test_a_chain(count: int, wanted: list[int]) -> None:
 
 
 def test_what_is_small_stays() -> None:
-    copies = chain(4, "f32[10, 10]").replace('"copy"', '"copy", "cost": {"copy_latency": 0}')
+    copies = chain(4, "f32[10, 10]").replace('"copy"}', '"copy"}, "cost": {"copy_latency": 0}')
     assert buffers(copies) == [0, 0, 0, 0]
     assert buffers(copies.replace("[10, 10]", "[1000, 1000]")) == [1, 2, 1, 2]
 
@@ -117,9 +117,17 @@ def test_what_has_nothing_beside_it_is_one_kernel() -> None:
     lines = chain(4).removeprefix(_HEAD).splitlines(keepends=True)
     beside = head + lines[0] + product + "".join(lines[1:]).replace("return y", "return p=%p, y")
     assert shots(beside) == [True] * 4
-    cost = '{"tp": 2, "exchange": "copy", "cost": {"copy_latency": 1e-6}}'
-    assert shots(beside.replace('{"tp": 2, "exchange": "copy"}', cost)) == [False, True, True, True]
-    assert shots(beside.replace('{"tp": 2, "exchange": "copy"}', cost.replace("1e-6", "0"))) == [False] * 4
+    cost = '{"tp": 2, "communication": {"collective_transport": "copy"}, "cost": {"copy_latency": 1e-6}}'
+    assert shots(beside.replace('{"tp": 2, "communication": {"collective_transport": "copy"}}', cost)) == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert (
+        shots(beside.replace('{"tp": 2, "communication": {"collective_transport": "copy"}}', cost.replace("1e-6", "0")))
+        == [False] * 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +161,11 @@ def test_axes_that_cannot_are_left_alone() -> None:
 def test_every_call_of_a_region_has_the_same_buffers() -> None:
     config = transformers.GPT2Config(n_layer=3, n_embd=32, n_head=4, vocab_size=64, use_cache=False)
     ids = torch.zeros(2, 8, dtype=torch.int64)
-    plan = fxpar.Plan(tp=2, exchange="copy", cost=fxpar.Cost(least_copy=1.0, copy_latency=1e-12))
+    plan = fxpar.Plan(
+        tp=2,
+        communication=fxpar.Communication("copy"),
+        cost=fxpar.Cost(least_copy=1.0, copy_latency=1e-12),
+    )
     batch = {"input_ids": ids, "labels": ids}
     program = compile_model(transformers.GPT2LMHeadModel(config).train(), batch, plan).program
     trained = [p.fqn for p in program.parameters if p.trainable]
@@ -169,12 +181,16 @@ def test_every_call_of_a_region_has_the_same_buffers() -> None:
 def test_counts_and_simulated_ranks_take_a_step_with_buffers() -> None:
     config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=4, vocab_size=64, use_cache=False)
     ids = torch.zeros(2, 8, dtype=torch.int64)
-    plan = fxpar.Plan(tp=2, exchange="copy", cost=fxpar.Cost(least_copy=1.0, copy_latency=1e-12))
+    plan = fxpar.Plan(
+        tp=2,
+        communication=fxpar.Communication("copy"),
+        cost=fxpar.Cost(least_copy=1.0, copy_latency=1e-12),
+    )
     model, batch = transformers.GPT2LMHeadModel(config).train(), {"input_ids": ids, "labels": ids}
     verify(model, batch, plan)
     lowering = partial(lower_program, groups={"tp": Group("tp", 2)})  # nothing is sent
     counted = []
-    for each in (plan, plan.replace(exchange="nccl")):
+    for each in (plan, plan.replace(communication=fxpar.Communication("nccl"))):
         program = compile_model(model, batch, each).program
         counted.append(
             make_report(program, counted_steps(program, lowering), name="gpt2", device=torch.device("cpu")).ranks

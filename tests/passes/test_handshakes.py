@@ -21,7 +21,7 @@ from fxpar.verify.phases import check_buffers
 _KIND = "f32[1000, 1000]"
 _HEAD = f"""\
 fxpar 2
-plan {{"tp": 2, "exchange": "copy"}}
+plan {{"tp": 2, "communication": {{"collective_transport": "copy"}}}}
 properties canonical collectives layouts local step
 %x = input["x"] : {_KIND} tp:P
 """

@@ -22,6 +22,7 @@ from fxpar.ops.permute import drop_by_position, drop_by_probability
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.passes.differentiate import differentiate
 from fxpar.passes.mark_regions import mark_regions
+from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
@@ -43,8 +44,12 @@ MESHES: list[dict[str, Any]] = [
     {"dp": 4, "ep": 4},
     {"dp": 4, "tp": 2, "ep": 2, "sequence_parallel": True},
 ]
-FORMS: list[dict[str, Any]] = [{}, {"pad_to_capacity": True}, {"dispatch": "exact"}, {"dispatch": "allgather"}]
-LIMITS = [{"drop_policy": "probs", "capacity_factor": 0.5}, {"drop_policy": "position", "capacity_factor": 1.25}]
+# Options of `Experts`.
+FORMS: list[dict[str, Any]] = [{}, {"pad_to_capacity": True}, {"dispatch": "dropless"}, {"dispatch": "allgather"}]
+LIMITS: list[dict[str, Any]] = [
+    {"drop_policy": "probs", "capacity_factor": 0.5},
+    {"drop_policy": "position", "capacity_factor": 1.25},
+]
 
 
 def _is_refused(mesh: dict[str, Any]) -> bool:
@@ -69,11 +74,11 @@ LAYOUTS_EVERY_TIME = [
 ROUTINGS = [("one", 2), ("some", 2), ("ties", 2), ("learned", 1), ("learned", EXPERTS), ("one", EXPERTS)]
 # All to one expert, one row an expert, no limit at all.
 EXTREMES: list[dict[str, Any]] = [
-    {"capacity_factor": 1, "dispatch": "exact"},
-    {"capacity_factor": 0.01, "pad_to_capacity": True},
-    {"capacity_factor": 0.01, "dispatch": "exact", "drop_policy": "position"},
-    {"capacity_factor": 1.5, "drop_policy": "position"},
-    {"capacity_factor": 100, "pad_to_capacity": True},
+    {"experts": Experts(capacity_factor=1, dispatch="dropless")},
+    {"experts": Experts(capacity_factor=0.01, pad_to_capacity=True)},
+    {"experts": Experts(capacity_factor=0.01, dispatch="dropless", drop_policy="position")},
+    {"experts": Experts(capacity_factor=1.5, drop_policy="position")},
+    {"experts": Experts(capacity_factor=100, pad_to_capacity=True)},
 ]
 CASES = [(each, extreme) for each in ROUTINGS for extreme in EXTREMES]
 CASES_EVERY_TIME = [(("one", EXPERTS), EXTREMES[1])]
@@ -95,7 +100,7 @@ def test_every_gradient_is_that_of_a_loop_that_drops_the_same(
 ) -> None:
     """With a loss in which the load of all choices counts."""
     length = 6 if "sequence_parallel" in mesh else 5
-    report, dropped = compared(dispatched({**mesh, **form, **limit}, length=length), length=length)
+    report, dropped = compared(dispatched({**mesh, "experts": Experts(**form, **limit)}, length=length), length=length)
     assert report.ok, report
     assert report.gradients == 9
     assert dropped > 0
@@ -111,7 +116,7 @@ def test_routing_and_capacity_may_be_extreme(routing: tuple[str, int], extreme: 
 @pytest.mark.parametrize("form", thinned([(form,) for form in FORMS[:3]], []))
 def test_other_lengths_than_the_example_s(form: dict[str, Any]) -> None:
     """One token in each row too: of the tensor ranks one has padding alone, and places for it."""
-    program = dispatched({**MESHES[1], **form, "capacity_factor": 0.8})
+    program = dispatched({**MESHES[1], "experts": Experts(**form, capacity_factor=0.8)})
     for length in (1, 2, 7):
         report, _ = compared(program, now=length)
         assert report.ok, report
@@ -122,7 +127,7 @@ def test_the_reference_of_a_verification_drops_what_the_loop_drops() -> None:
     state, inputs = program_state(own.program, model), call_inputs(own, model, batch(5))
     for mesh in ({}, MESHES[1]):
         for policy in ("probs", "position"):
-            plan = Plan(**mesh, capacity_factor=0.5, drop_policy=policy)
+            plan = Plan(**mesh, experts=Experts(capacity_factor=0.5, drop_policy=policy))
             found, (wanted, _) = (
                 reference_run(own.program.with_(plan=plan), state, inputs),
                 looped(plan, "learned", 2, 5),
@@ -134,7 +139,7 @@ def test_the_reference_of_a_verification_drops_what_the_loop_drops() -> None:
 
 def test_a_verification_sees_a_fault_of_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its reference is no work of the pass."""
-    plan = Plan(dp=2, ep=2, capacity_factor=0.5)
+    plan = Plan(dp=2, ep=2, experts=Experts(capacity_factor=0.5))
     model, inputs = captured("learned", 2, 5)[0], batch(5)
     assert verify(model, inputs, plan).ok
     right = expert_capacity.share
@@ -147,7 +152,7 @@ def test_a_verification_sees_a_fault_of_the_pass(monkeypatch: pytest.MonkeyPatch
 
 def test_another_capacity_and_another_policy_are_other_values() -> None:
     """Which rows are dropped no static check knows."""
-    text = print_program(dispatched({**MESHES[0], **FORMS[2], **LIMITS[0]}))
+    text = print_program(dispatched({**MESHES[0], "experts": Experts(**FORMS[2], **LIMITS[0])}))
     wrong = re.sub(r"(drop_by_probability\.default\(.*), %\w+\)", r"\1, 1)", text)
     first = re.sub(r"drop_by_probability\.default\((%\w+), %\w+,", r"drop_by_position.default(\1,", text)
     for mutant in (wrong, first):
@@ -159,7 +164,7 @@ def test_another_capacity_and_another_policy_are_other_values() -> None:
 @pytest.mark.matrix
 def test_no_pass_is_at_fault_for_what_is_dropped() -> None:
     model, own = captured("learned", 2, 5)
-    program = own.program.with_(plan=Plan(dp=2, ep=2, capacity_factor=0.5))
+    program = own.program.with_(plan=Plan(dp=2, ep=2, experts=Experts(capacity_factor=0.5)))
     found = bisect(program, DEFAULT_PASSES, program_state(own.program, model), call_inputs(own, model, batch(5)))
     assert found.culprit is None
     assert {"dispatch_experts", "localize"} <= set(found.compared)
@@ -176,10 +181,12 @@ def test_a_router_that_does_not_weigh_drops_by_position_alone() -> None:
             )
             return torch.ops.fxpar.moe_unpermute(made, order, len(x), 2).sum()  # type: ignore[no-any-return]
 
-    program = capture(Added(), batch(5), Plan(dp=2, ep=2, capacity_factor=1)).program
+    program = capture(Added(), batch(5), Plan(dp=2, ep=2, experts=Experts(capacity_factor=1))).program
     with pytest.raises(PlanError, match=r"0 weights of their pairs, and drop_policy='probs' needs one; .*'position'"):
         compile_program(program)
-    compile_program(program.with_(plan=program.plan.replace(drop_policy="position")))
+    compile_program(
+        program.with_(plan=program.plan.replace(experts=Experts(capacity_factor=1, drop_policy="position")))
+    )
 
 
 def test_weights_may_come_behind_the_sort() -> None:
@@ -193,7 +200,7 @@ def test_weights_may_come_behind_the_sort() -> None:
             made = torch.ops.fxpar.grouped_linear(rows, self.gate_up[:, :WIDTH], counts, False)
             return torch.ops.fxpar.moe_combine(made, top.values.sigmoid(), order, x.dtype).sum()  # type: ignore[no-any-return]
 
-    text = print_program(compile_program(capture(Late(), batch(5), Plan(capacity_factor=1)).program))
+    text = print_program(compile_program(capture(Late(), batch(5), Plan(experts=Experts(capacity_factor=1))).program))
     assert re.search(r"%sigmoid = .*\n(.*\n)*%drop_by_probability.*\n(.*\n)*%sort_by_expert", text)
 
 
@@ -201,7 +208,7 @@ def test_a_model_without_experts_has_no_capacity() -> None:
     class Dense(torch.nn.Linear):
         """Of no experts."""
 
-    program = capture(Dense(4, 4), (torch.randn(4, 4),), Plan(capacity_factor=1)).program
+    program = capture(Dense(4, 4), (torch.randn(4, 4),), Plan(experts=Experts(capacity_factor=1))).program
     with pytest.raises(
         PlanError, match=r"capacity_factor=1: no operation .* recognised as that of experts.*leave it out"
     ):
@@ -216,17 +223,17 @@ def _sent(options: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize("form", FORMS[:2])
 def test_it_sends_no_more_places_than_are_taken(form: dict[str, Any]) -> None:
     """Half of what tokens may need where the capacity is what each expert gets of a balanced load."""
-    base = {"dp": 2, "ep": 2, "dispatch": "alltoall"}
+    base = {"dp": 2, "ep": 2, "experts": Experts("alltoall")}
     whole = ROWS * 6 * 2 * 2 * WIDTH * 8
     assert _sent(base) == [whole] * 2
-    assert _sent({**base, **form, "capacity_factor": 1}) == [whole // 2] * 2
-    assert _sent({**base, **form, "capacity_factor": 1.5}) == [whole * 3 // 4] * 2
-    assert _sent({**base, **form, "capacity_factor": 3}) == [whole] * 2
+    assert _sent({**base, "experts": Experts("alltoall", **form, capacity_factor=1)}) == [whole // 2] * 2
+    assert _sent({**base, "experts": Experts("alltoall", **form, capacity_factor=1.5)}) == [whole * 3 // 4] * 2
+    assert _sent({**base, "experts": Experts("alltoall", **form, capacity_factor=3)}) == [whole] * 2
 
 
 @pytest.mark.matrix
 def test_a_budget_within_the_capacity() -> None:
-    program = dispatched({"dp": 2, "ep": 2, "capacity_factor": 1.5, "receive_budget": 1.4})
+    program = dispatched({"dp": 2, "ep": 2, "experts": Experts(capacity_factor=1.5, recv_capacity_factor=1.4)})
     text = print_program(program)
     assert "fxpar.excess.experts" in text
     report, _ = compared(program)
@@ -235,7 +242,7 @@ def test_a_budget_within_the_capacity() -> None:
 
 @pytest.mark.parametrize("form", thinned([(form,) for form in FORMS[:2]], []))
 def test_it_is_static_prints_and_parses(form: dict[str, Any]) -> None:
-    program = dispatched({"dp": 2, "tp": 2, "ep": 4, "etp": 1, **form, "capacity_factor": 1.1})
+    program = dispatched({"dp": 2, "tp": 2, "ep": 4, "etp": 1, "experts": Experts(**form, capacity_factor=1.1)})
     text = print_program(program)
     assert print_program(parse_program(text)) == text
     _, boundaries = capture_regions(PassManager([differentiate, mark_regions]).run(program))

@@ -14,6 +14,7 @@ from fxpar.compile import compile_program
 from fxpar.errors import CaptureError, CheckFailed, PlanError
 from fxpar.manager import PassManager
 from fxpar.passes import canonicalize, recognize_experts
+from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
@@ -27,8 +28,8 @@ PLANS: list[dict[str, Any]] = [
     {"dp": 2, "ep": 2},
     {"tp": 2},
     {"dp": 2, "tp": 2, "ep": 2},
-    {"dp": 2, "tp": 2, "ep": 4, "etp": 1, "dispatch": "exact"},
-    {"dp": 2, "ep": 2, "capacity_factor": 0.8},
+    {"dp": 2, "tp": 2, "ep": 4, "etp": 1, "experts": Experts("dropless")},
+    {"dp": 2, "ep": 2, "experts": Experts(capacity_factor=0.8)},
     {"dp": 2},
 ]
 
@@ -45,7 +46,7 @@ EVERY_TIME = ("mixtral", "picked", "scattered", "masked")
         pytest.param(form, plan, marks=[] if i == j and form in EVERY_TIME else [pytest.mark.matrix])
         for i, form in enumerate(FORMS)
         for j, plan in enumerate(PLANS)
-        if form not in LISTED or "dispatch" not in plan
+        if form not in LISTED or plan.get("experts", Experts()).dispatch == "static"
     ],
 )
 def test_they_are_the_single_device_s(form: str, plan: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from fxpar.manager import PassManager
 from fxpar.ops.process_group import Group
 from fxpar.ops.selective_dispatch import needed_part
 from fxpar.passes import counted_steps
+from fxpar.plan.option_groups import Communication, Experts
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
@@ -29,7 +30,7 @@ from fxpar.verify.static import STATIC, verify_static
 from tests.passes.experts import ROWS, WIDTH, compared, dispatched
 
 Given = dict[str, Any]
-COPIES: Given = {"dp": 4, "ep": 4, "exchange": "copy"}
+COPIES: Given = {"dp": 4, "ep": 4, "communication": Communication("copy")}
 
 
 @cache
@@ -58,7 +59,7 @@ def step() -> Program:
                 (COPIES, "learned", 1),
                 ({"dp": 2, "ep": 2}, "learned", 7),
                 ({**COPIES, "ep": 2}, "one", 5),
-                ({**COPIES, "receive_budget": 3, "dispatch": "allgather"}, "learned", 5),
+                ({**COPIES, "experts": Experts(recv_capacity_factor=3, dispatch="allgather")}, "learned", 5),
             ]
         ),
     ],
@@ -94,9 +95,9 @@ def test_tokens_are_picked_where_copies_can_and_enough_is_left_out() -> None:
         return "expand_needed" in text, "it gets" in text
 
     assert ways(dp=2, ep=2) == (True, True)
-    assert ways(dp=2, ep=2, exchange="nccl") == (False, False)
+    assert ways(dp=2, ep=2, communication=Communication("nccl")) == (False, False)
     assert ways(dp=4, ep=4) == (False, False)  # NCCL is faster between more than two, and knows no rows
-    assert ways(tp=2, ep=2, etp=1, exchange="copy") == (False, False)  # ranks have all tokens
+    assert ways(tp=2, ep=2, etp=1, communication=Communication("copy")) == (False, False)  # ranks have all tokens
 
 
 def test_all_tokens_travel_where_next_to_all_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from fxpar.ir.program import Program, note
 from fxpar.ir.stages import crossings, holders, stages_of
 from fxpar.manager import PassManager
 from fxpar.passes.partition_stages import partition_stages
+from fxpar.plan.option_groups import Pipeline
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
@@ -58,7 +59,7 @@ def unevenness(shares: Sequence[StageShare]) -> float:
 
 def test_of_a_tiny_model() -> None:
     """A row of the table is on both stages; what the second reads of the first crosses, the residual included."""
-    program = staged(Plan(tp=2, pp=2, stages={"down": 1}), Tied)
+    program = staged(Plan(tp=2, pp=2, pipeline=Pipeline({"down": 1})), Tied)
     assert shown(program) == GOLDEN
     assert compared(program, Tied).ok
 
@@ -68,7 +69,7 @@ def test_what_each_stage_can_compute_is_not_sent() -> None:
 
     The last stage begins behind the last product with them.
     """
-    program = staged(Plan(pp=4, stages=LAYERS), tables=True)
+    program = staged(Plan(pp=4, pipeline=Pipeline(LAYERS)), tables=True)
     assert [(stage, carries) for _, stage, carries in sent(program)] == [(1, True), (2, True), (3, True)]
     by_name = lines(program)
     for name in ("arange", "cos", "ne"):
@@ -79,7 +80,7 @@ def test_what_each_stage_can_compute_is_not_sent() -> None:
 
 
 def test_a_long_skip_is_passed_on_with_its_gradient() -> None:
-    program = staged(Plan(pp=4, stages=LAYERS), skip=True)
+    program = staged(Plan(pp=4, pipeline=Pipeline(LAYERS)), skip=True)
     first = next(name for name, line in lines(program).items() if "aten.add.Tensor(%embedding, " in line)
     assert [entry for entry in sent(program) if entry[0] == first] == [(first, k, True) for k in (1, 2, 3)]
     assert [c.source.name for c in crossings(program) if c.node.name == f"{first}_on_3"] == [f"{first}_on_2"]
@@ -91,7 +92,7 @@ def test_the_memory_of_an_encoder_is_passed_through_the_decoder() -> None:
     """Each later stage of the decoder gets it of the one before, and returns a gradient of it."""
     loaded = load_model("hf:t5,num_layers=1,num_decoder_layers=3", 3, 16, 0, True)
     stages = {"decoder.block.0": 1, "decoder.block.1": 2, "decoder.block.2": 3}
-    plan = Plan(pp=4, tp=2, stages=stages)
+    plan = Plan(pp=4, tp=2, pipeline=Pipeline(stages))
     program = compile_program(capture(loaded.model, loaded.batch, plan, loaded.loss).program)
     dropped = next(c.source.name for c in crossings(program) if note(c.source).fqn == "encoder.dropout")
     memory = [c for c in crossings(program) if c.node.name.startswith(f"{dropped}_")]
@@ -102,7 +103,7 @@ def test_the_memory_of_an_encoder_is_passed_through_the_decoder() -> None:
 
 
 def test_a_tied_parameter_is_of_each_stage_that_reads_it() -> None:
-    program = staged(Plan(pp=4, stages=LAYERS), tied=True)
+    program = staged(Plan(pp=4, pipeline=Pipeline(LAYERS)), tied=True)
     assert holders(program)["words.weight"] == (0, 3)
     assert holders(program)["places.weight"] == (0,)
     assert compared(program, tied=True).ok
@@ -110,7 +111,7 @@ def test_a_tied_parameter_is_of_each_stage_that_reads_it() -> None:
 
 def test_each_stage_sums_the_gradients_of_its_own_parameters() -> None:
     """A bucket of the whole is one of each stage; a tied parameter is in that of both."""
-    program = staged(Plan(pp=4, dp=2, stages=LAYERS), tied=True)
+    program = staged(Plan(pp=4, dp=2, pipeline=Pipeline(LAYERS)), tied=True)
     buckets = [line for line in lines(program).values() if "= fxpar.sum_gradients[dp](" in line]
     summed = {re.findall(r"stage=(\d)", line)[0]: re.findall(r"%(\w+)", line)[1:] for line in buckets}
     assert set(summed) == set("0123")
@@ -159,26 +160,47 @@ def _first_of(program: Program, stage: int) -> str:
     ],
 )
 def test_the_plan_says_where_a_stage_begins(stages: Any, begin: str) -> None:
-    program = staged(Plan(pp=2, stages=stages))
+    program = staged(Plan(pp=2, pipeline=Pipeline(stages)))
     assert _first_of(program, 1).startswith(begin)
     assert compared(program).ok
 
 
 def test_some_beginnings_are_given_and_the_others_chosen() -> None:
-    program = staged(Plan(pp=2, virtual_stages=2, stages={"layers.3": 3}))
+    program = staged(Plan(pp=2, virtual_stages=2, pipeline=Pipeline({"layers.3": 3})))
     assert _first_of(program, 3).startswith("layers.3")
     assert {stage for _, stage, _ in sent(program)} == {1, 2, 3}
     assert compared(program).ok
 
 
 REFUSALS: Mapping[str, tuple[dict[str, Any], str]] = {
-    "a module that computes nothing": ({"pp": 2, "stages": {"moon": 1}}, "stages['moon']: no operation of the program"),
-    "another number of layers": ({"pp": 2, "stages": (2, 3)}, "2 + 3 layers are 5, and the model has 4"),
-    "modules in another order": ({"pp": 3, "stages": {"layers.3": 1, "layers.1": 2}}, "do not run in the order"),
-    "one module twice": ({"pp": 3, "stages": {"layers.1": 1, "layers.1.norm": 2}}, "do not run in the order"),
-    "the module that runs first": ({"pp": 2, "stages": {"words": 1}}, "or the first one runs first of all"),
-    "a module that every stage computes": ({"pp": 2, "stages": {"places": 1}}, "each stage computes this module for"),
-    "no unit left": ({"pp": 4, "stages": {"layers.0": 3}}, "no cut leaves each stage a unit with these beginnings"),
+    "a module that computes nothing": (
+        {"pp": 2, "pipeline": Pipeline({"moon": 1})},
+        "stages['moon']: no operation of the program",
+    ),
+    "another number of layers": (
+        {"pp": 2, "pipeline": Pipeline((2, 3))},
+        "2 + 3 layers are 5, and the model has 4",
+    ),
+    "modules in another order": (
+        {"pp": 3, "pipeline": Pipeline({"layers.3": 1, "layers.1": 2})},
+        "do not run in the order",
+    ),
+    "one module twice": (
+        {"pp": 3, "pipeline": Pipeline({"layers.1": 1, "layers.1.norm": 2})},
+        "do not run in the order",
+    ),
+    "the module that runs first": (
+        {"pp": 2, "pipeline": Pipeline({"words": 1})},
+        "or the first one runs first of all",
+    ),
+    "a module that every stage computes": (
+        {"pp": 2, "pipeline": Pipeline({"places": 1})},
+        "each stage computes this module for",
+    ),
+    "no unit left": (
+        {"pp": 4, "pipeline": Pipeline({"layers.0": 3})},
+        "no cut leaves each stage a unit with these beginnings",
+    ),
     "more stages than places": ({"pp": 64}, "64 stages need 63 places to cut at, and the model has"),
 }
 
@@ -209,12 +231,12 @@ class Scaled(nn.Module):
 
 def test_a_number_of_values_is_sent_without_a_gradient() -> None:
     captured = capture(Scaled(), (torch.randn(4, 8),), Plan())
-    program = compile_program(captured.program.with_(plan=Plan(pp=2, stages={"down": 1})))
+    program = compile_program(captured.program.with_(plan=Plan(pp=2, pipeline=Pipeline({"down": 1}))))
     assert sent(program) == [("div", 1, True), ("item", 1, False)]
 
 
 SIZE_OF_A_RESULT = """fxpar 2
-plan {"pp": 2, "stages": {"down": 1}}
+plan {"pp": 2, "pipeline": {"stages": {"down": 1}}}
 properties canonical coalesced collectives layouts local masks rng sequence vocabulary
 symbol b = x.0 like 4
 loss out
@@ -235,7 +257,9 @@ def test_a_size_of_a_result_is_not_sent() -> None:
     assert "Plan(stages=…)" in caught.value.remedy
 
 
-@pytest.mark.parametrize("plan", [Plan(pp=2, tp=2), Plan(pp=4, dp=2, stages=LAYERS), Plan(pp=2, virtual_stages=2)])
+@pytest.mark.parametrize(
+    "plan", [Plan(pp=2, tp=2), Plan(pp=4, dp=2, pipeline=Pipeline(LAYERS)), Plan(pp=2, virtual_stages=2)]
+)
 def test_the_text_of_stages_is_read_back(plan: Plan) -> None:
     program = staged(plan, tied=True)
     text = print_program(program)

@@ -18,6 +18,7 @@ from fxpar.ir.regions import inlined
 from fxpar.ir.step import RECOMPUTE
 from fxpar.ops.lower import lower
 from fxpar.ops.process_group import Group
+from fxpar.plan.option_groups import Recompute
 from fxpar.plan.plan import Plan
 from fxpar.verify.values import call_inputs, program_state, verify_values
 from tests.products import product
@@ -98,13 +99,13 @@ def again(step: Program) -> list[str]:
 
 @pytest.mark.parametrize("reentrant", [None, False])
 def test_layers_and_the_regions_in_them_are_one(reentrant: bool | None) -> None:
-    step, report = steps(reentrant, recompute="full")
+    step, report = steps(reentrant, recompute=Recompute("full"))
     assert report.ok, report
     assert again(step).count("fxpar.dropout") == 2
 
 
 def test_the_authors_regions_stay_where_the_plan_chooses() -> None:
-    step, report = steps(False, tp=2, recompute="selective")
+    step, report = steps(False, tp=2, recompute=Recompute("selective"))
     assert report.ok, report
     assert Counter(again(steps(False, tp=2)[0])) <= Counter(again(step))
 

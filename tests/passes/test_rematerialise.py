@@ -26,6 +26,7 @@ from fxpar.ops.process_group import Group
 from fxpar.passes import step_passes
 from fxpar.passes.outline_layers import outline_layers
 from fxpar.plan.cost import Cost
+from fxpar.plan.option_groups import Recompute
 from fxpar.plan.plan import Plan
 from fxpar.runtime.calls import LoweredStep, cut
 from fxpar.text.parsing import parse_program
@@ -34,7 +35,7 @@ from fxpar.verify.static import STATIC, verify_static
 from fxpar.verify.values import call_inputs, program_state, verify_values
 
 _HEAD = """fxpar 2
-plan {"tp": 2, "recompute": "selective"}
+plan {"tp": 2, "recompute": {"mode": "selective"}}
 properties canonical coalesced collectives layouts local masks rng sequence vocabulary
 symbol n = x.0 like 4
 loss loss
@@ -115,7 +116,7 @@ def test_pointwise_operations_are_computed_again_where_they_are_read() -> None:
 
 def test_a_layer_is_computed_again_from_what_enters_it() -> None:
     """Its collective too; the last of its operations only where something reads them."""
-    assert backward(small(recompute="full")) == [
+    assert backward(small(recompute=Recompute("full"))) == [
         "%sym_size_int = aten.sym_size.int(%x, 0)",
         "%expand = aten.expand.default(%loss_tangent, [%sym_size_int, 8])",
         "%h2_again = aten.linear.default(%y1, %u2)",
@@ -159,7 +160,11 @@ def test_of_a_kept_value_its_views_are_made_again() -> None:
 def test_each_byte_is_counted_once() -> None:
     """Of [4, 8] and [4, 16 / 2] in four bytes each: y, h, a, b and e of two layers; y, h and e; y alone."""
     value = 4 * 8 * 4
-    assert [kept(small(recompute=mode)) for mode in ("none", "selective", "full")] == [10 * value, 6 * value, 2 * value]
+    assert [kept(small(recompute=Recompute(mode))) for mode in ("none", "selective", "full")] == [
+        10 * value,
+        6 * value,
+        2 * value,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +173,7 @@ def test_each_byte_is_counted_once() -> None:
 )
 def test_a_budget_is_kept_with_the_least_work(budget: float, products: int, operations: int) -> None:
     """Each value has 128 bytes: one operation for each that is too much, and no product before there must be one."""
-    made = small(activation_budget=budget)
+    made = small(recompute=Recompute("selective", budget))
     assert kept(made) <= (budget if budget > 1 else budget * 1280)
     names = Counter(str(node.target) for node in again(made))
     assert (names["aten.linear.default"], names.total()) == (products, operations)
@@ -177,13 +182,13 @@ def test_a_budget_is_kept_with_the_least_work(budget: float, products: int, oper
 @pytest.mark.parametrize("budget", [511, 0, 0.39])
 def test_a_budget_that_cannot_be_kept_is_refused_with_the_least_that_can(budget: float) -> None:
     with pytest.raises(PlanError, match="give at least 512 bytes, of 1280 without recomputation"):
-        small(activation_budget=budget)
+        small(recompute=Recompute("selective", budget))
 
 
 def test_a_model_without_layers_is_refused() -> None:
     text = f"{_HEAD}{_LAYER.replace('{i}', '1').replace('{j}', '0')}{_END}".replace("%y2", "%y1")
     with pytest.raises(PlanError, match="finds no layers"):
-        step_of(parse_program(text), recompute="full")
+        step_of(parse_program(text), recompute=Recompute("full"))
 
 
 def _config(kind: str) -> Any:
@@ -236,9 +241,9 @@ _EVERY_TIME = {("gpt2", False, "selective"), ("llama", True, "budget"), ("llama"
 _LARGE = Cost(latency=1e-15)
 _PLANS: Mapping[str, Mapping[str, Any]] = {
     "none": {},
-    "selective": {"recompute": "selective"},
-    "budget": {"recompute": "selective", "activation_budget": 0.3},
-    "full": {"recompute": "full"},
+    "selective": {"recompute": Recompute("selective")},
+    "budget": {"recompute": Recompute("selective", activation_memory_budget=0.3)},
+    "full": {"recompute": Recompute("full")},
 }
 
 
@@ -308,5 +313,5 @@ def test_what_is_computed_again_stays_so_where_layers_are_calls(mode: str, recom
 
 def test_a_step_without_gradients_computes_nothing_again() -> None:
     program = compiled("gpt2", False)[0].program
-    program = program.with_(plan=replace(program.plan, recompute="full"))
+    program = program.with_(plan=replace(program.plan, recompute=Recompute("full")))
     assert not again(PassManager(step_passes(("loss",), (), ()), STATIC).run(program, until="prune"))

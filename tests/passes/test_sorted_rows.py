@@ -15,6 +15,7 @@ from fxpar.errors import PassError, PlanError
 from fxpar.ir.program import Program, output_layouts
 from fxpar.manager import PassManager
 from fxpar.passes import canonicalize, recognize_experts
+from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
 from fxpar.verification import verify
 from tests.passes.sorted_layer import EXPERTS, INNER, ROWS, WIDTH, Sorted, batch
@@ -30,9 +31,9 @@ FORMS: list[dict[str, Any]] = [
 ]
 PLANS: list[dict[str, Any]] = [
     {"dp": 2, "ep": 2},
-    {"dp": 2, "tp": 2, "ep": 4, "etp": 1, "dispatch": "exact"},
+    {"dp": 2, "tp": 2, "ep": 4, "etp": 1, "experts": Experts("dropless")},
     {"tp": 2},
-    {"dp": 2, "tp": 2, "ep": 2, "capacity_factor": 0.8, "drop_policy": "position"},
+    {"dp": 2, "tp": 2, "ep": 2, "experts": Experts(capacity_factor=0.8, drop_policy="position")},
     {"dp": 2},
 ]
 
@@ -116,7 +117,9 @@ def test_experts_are_on_several_ranks() -> None:
 
 def test_weights_of_a_router_say_what_is_dropped() -> None:
     torch.manual_seed(0)
-    program = compile_program(capture(Sorted(layers=2), batch(), Plan(dp=2, ep=2, capacity_factor=1)).program)
+    program = compile_program(
+        capture(Sorted(layers=2), batch(), Plan(dp=2, ep=2, experts=Experts(capacity_factor=1))).program
+    )
     assert sum("drop_by_probability" in str(node.target) for node in program.graph.nodes) == 2
 
 

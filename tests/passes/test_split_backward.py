@@ -17,6 +17,7 @@ from fxpar.ir.step import BACKWARD, PHASES, WEIGHT, is_input_gradient
 from fxpar.manager import PassManager
 from fxpar.ops.dataflow import has_same_dataflow
 from fxpar.passes.split_backward import split_backward
+from fxpar.plan.option_groups import Pipeline
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
@@ -37,7 +38,7 @@ class Net(nn.Module):
 @functools.cache
 def step(stage: int, splits: bool) -> Program:
     torch.manual_seed(0)
-    program = compile_model(Net(), (torch.randn(3, 6),), Plan(pp=2, stages={"layers.2": 1})).program
+    program = compile_model(Net(), (torch.randn(3, 6),), Plan(pp=2, pipeline=Pipeline({"layers.2": 1}))).program
     own = stages_of(program)[stage]
     trained = [p.fqn for p in own.program.parameters]
     return compile_step(own.program, own.program.outputs, own.tangents, trained, splits=splits)

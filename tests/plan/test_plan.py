@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import fxpar
 from fxpar.errors import InputError, PlanError
 from fxpar.mesh.axes import Atom
+from fxpar.plan.option_groups import Experts, Operators, Pipeline, Recompute
 from fxpar.plan.plan import PRECISIONS, SPLITS, Plan
 
 LATER = ("cp",)
@@ -23,8 +24,9 @@ plans = st.builds(
     Plan,
     tp=st.integers(1, 4096),
     split=st.dictionaries(text_keys, st.sampled_from(SPLITS), max_size=5),
-    row_wise=st.lists(text_keys, max_size=3),
-    experts=st.lists(text_keys, max_size=3),
+    operators=st.builds(Operators, batchwise_ops=st.lists(text_keys, max_size=3)),
+    experts=st.builds(Experts, expert_modules=st.lists(text_keys, max_size=3)),
+    pipeline=st.just(Pipeline()),
     seed=st.integers(0, 2**63 - 1),
     precision=st.sampled_from(PRECISIONS),
 )
@@ -46,15 +48,15 @@ def test_the_order_of_split_lines_says_nothing(plan: Plan) -> None:
 
 
 def test_globs_of_row_wise_operators_are_sorted_and_each_once() -> None:
-    plan = Plan(dp=2, row_wise=("mylib.scan.default", "*.Scan", "mylib.scan.default"))
-    assert plan.row_wise == ("*.Scan", "mylib.scan.default")
+    plan = Plan(dp=2, operators=Operators(batchwise_ops=("mylib.scan.default", "*.Scan", "mylib.scan.default")))
+    assert plan.operators.batchwise_ops == ("*.Scan", "mylib.scan.default")
     assert plan.on_one_rank() == Plan()
 
 
 @pytest.mark.parametrize("given", ["mylib.scan.default", [""], [3], None])
 def test_row_wise_takes_a_list_of_globs(given: object) -> None:
-    with pytest.raises(PlanError, match=r"row_wise=.* is no list of globs"):
-        Plan.from_dict({"row_wise": given})
+    with pytest.raises(PlanError, match=r"operators.batchwise_ops=.* is no list of globs"):
+        Plan.from_dict({"operators": {"batchwise_ops": given}})
 
 
 def test_a_file_gives_the_plan_back(tmp_path: Path) -> None:
@@ -235,67 +237,108 @@ def test_layouts_name_the_axes_of_the_dense_part_in_nesting_order() -> None:
 
 
 def test_how_rows_travel_is_an_option_of_experts_on_several_ranks() -> None:
-    plan = Plan(dp=2, ep=2, dispatch="exact")
+    plan = Plan(dp=2, ep=2, experts=Experts("dropless"))
     assert Plan.from_yaml(plan.to_yaml()) == plan
-    assert plan.on_one_rank().dispatch == "static"
-    budgeted = Plan.from_yaml("{dp: 2, ep: 2, receive_budget: 1.25}")
-    assert budgeted == Plan(dp=2, ep=2, receive_budget=1.25)
-    assert budgeted.on_one_rank().receive_budget is None
+    assert plan.on_one_rank().experts.dispatch == "static"
+    budgeted = Plan.from_yaml("{dp: 2, ep: 2, experts: {recv_capacity_factor: 1.25}}")
+    assert budgeted == Plan(dp=2, ep=2, experts=Experts(recv_capacity_factor=1.25))
+    assert budgeted.on_one_rank().experts.recv_capacity_factor is None
 
 
 def test_what_an_expert_takes_is_an_option_of_every_layout() -> None:
-    limited = Plan(capacity_factor=1.25, drop_policy="position", pad_to_capacity=True)
+    limited = Plan(experts=Experts(capacity_factor=1.25, drop_policy="position", pad_to_capacity=True))
     assert Plan.from_yaml(limited.to_yaml()) == limited
     assert limited.on_one_rank() == Plan()
-    assert Plan(dp=2, ep=2, capacity_factor=1, dispatch="exact").capacity_factor == 1
-    assert Plan(dp=2, ep=2, capacity_factor=2, receive_budget=1.5).receive_budget == 1.5
+    assert Plan(dp=2, ep=2, experts=Experts(capacity_factor=1, dispatch="dropless")).experts.capacity_factor == 1
+    assert Plan(dp=2, ep=2, experts=Experts(capacity_factor=2, recv_capacity_factor=1.5)).experts.capacity_factor == 2
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"receive_budget": 0.5, "dp": 2, "ep": 2}, "no multiple of a balanced load: give a number of at least 1"),
-        ({"receive_budget": True, "dp": 2, "ep": 2}, "receive_budget=True is no multiple of a balanced load"),
-        ({"receive_budget": float("nan"), "dp": 2, "ep": 2}, "receive_budget=nan is no multiple of a balanced load"),
-        ({"receive_budget": 2, "dp": 2}, "is of dispatch='static' with ep of at least 2"),
-        ({"receive_budget": 2, "dp": 2, "ep": 2, "dispatch": "exact"}, "is of dispatch='static' with ep of at least 2"),
-        ({"receive_budget": 2, "dp": 2, "ep": 2, "pp": 2}, "leave it out, or pp=1"),
         (
-            {"receive_budget": 2, "dp": 2, "ep": 2, "cuda_graphs": fxpar.CudaGraphs("full_iteration")},
+            {"experts": Experts(recv_capacity_factor=0.5), "dp": 2, "ep": 2},
+            "no multiple of a balanced load: give a number of at least 1",
+        ),
+        (
+            {"experts": Experts(recv_capacity_factor=True), "dp": 2, "ep": 2},
+            "recv_capacity_factor=True is no multiple of a balanced load",
+        ),
+        (
+            {"experts": Experts(recv_capacity_factor=float("nan")), "dp": 2, "ep": 2},
+            "recv_capacity_factor=nan is no multiple of a balanced load",
+        ),
+        ({"experts": Experts(recv_capacity_factor=2), "dp": 2}, "is of dispatch='static' with ep of at least 2"),
+        (
+            {"experts": Experts(recv_capacity_factor=2, dispatch="dropless"), "dp": 2, "ep": 2},
+            "is of dispatch='static' with ep of at least 2",
+        ),
+        ({"experts": Experts(recv_capacity_factor=2), "dp": 2, "ep": 2, "pp": 2}, "leave it out, or pp=1"),
+        (
+            {
+                "experts": Experts(recv_capacity_factor=2),
+                "dp": 2,
+                "ep": 2,
+                "cuda_graphs": fxpar.CudaGraphs("full_iteration"),
+            },
             r"leave it out, or give CudaGraphs\('partial'\)",
         ),
         ({"size_programs": 0}, "size_programs=0 is no number of programs: give one of at least 1"),
         ({"size_programs": True}, "size_programs=True is no number of programs: give one of at least 1"),
-        ({"capacity_factor": 0}, "capacity_factor=0 is no multiple of a balanced load: give a number above 0"),
-        ({"capacity_factor": True}, "capacity_factor=True is no multiple of a balanced load"),
-        ({"capacity_factor": float("nan")}, "capacity_factor=nan is no multiple of a balanced load"),
-        ({"capacity_factor": float("inf")}, "capacity_factor=inf is no multiple of a balanced load"),
-        ({"capacity_factor": 1, "drop_policy": "random"}, "drop_policy='random' is unknown: choose one of probs, pos"),
-        ({"capacity_factor": 1, "pad_to_capacity": 1}, "pad_to_capacity=1 is neither True nor False"),
-        ({"drop_policy": "position"}, "drop_policy is of a capacity_factor: give one, or leave drop_policy out"),
-        ({"pad_to_capacity": True}, "pad_to_capacity is of a capacity_factor: give one"),
         (
-            {"capacity_factor": 1, "pad_to_capacity": True, "dp": 2, "ep": 2, "dispatch": "exact"},
-            "dispatch='exact' sends rows alone, and pad_to_capacity others too",
+            {"experts": Experts(capacity_factor=0)},
+            "capacity_factor=0 is no multiple of a balanced load: give a number above 0",
+        ),
+        ({"experts": Experts(capacity_factor=True)}, "capacity_factor=True is no multiple of a balanced load"),
+        ({"experts": Experts(capacity_factor=float("nan"))}, "capacity_factor=nan is no multiple of a balanced load"),
+        ({"experts": Experts(capacity_factor=float("inf"))}, "capacity_factor=inf is no multiple of a balanced load"),
+        (
+            {"experts": Experts(capacity_factor=1, drop_policy="random")},
+            "drop_policy='random' is unknown: choose one of probs, pos",
+        ),
+        ({"experts": Experts(capacity_factor=1, pad_to_capacity=1)}, "pad_to_capacity=1 is neither True nor False"),  # type: ignore[arg-type]
+        (
+            {"experts": Experts(drop_policy="position")},
+            "drop_policy is of a capacity_factor: give one, or leave drop_policy out",
+        ),
+        ({"experts": Experts(pad_to_capacity=True)}, "pad_to_capacity is of a capacity_factor: give one"),
+        (
+            {"experts": Experts(capacity_factor=1, pad_to_capacity=True, dispatch="dropless"), "dp": 2, "ep": 2},
+            "dispatch='dropless' sends rows alone, and pad_to_capacity others too",
         ),
         (
-            {"capacity_factor": 2, "pad_to_capacity": True, "dp": 2, "ep": 2, "receive_budget": 1.5},
-            "receive_budget and pad_to_capacity both say how many places a buffer has",
+            {"experts": Experts(capacity_factor=2, pad_to_capacity=True, recv_capacity_factor=1.5), "dp": 2, "ep": 2},
+            "recv_capacity_factor and pad_to_capacity both say how many places a buffer has",
         ),
-        ({"capacity_factor": 1.5, "dp": 2, "ep": 2, "receive_budget": 1.5}, "is no less than capacity_factor=1.5"),
         (
-            {"dispatch": "some", "dp": 2, "ep": 2},
-            "choose one of static, allgather, alltoall, exact",
+            {"experts": Experts(capacity_factor=1.5, recv_capacity_factor=1.5), "dp": 2, "ep": 2},
+            "is no less than capacity_factor=1.5",
         ),
-        ({"dispatch": "exact", "dp": 2}, "and ep=1: give ep of at least 2"),
-        ({"dispatch": "allgather", "dp": 2}, "dispatch='allgather' is of experts on several ranks, and ep=1"),
-        ({"dispatch": "alltoall", "dp": 2}, "dispatch='alltoall' is of experts on several ranks, and ep=1"),
         (
-            {"capacity_factor": 1, "pad_to_capacity": True, "dp": 2, "ep": 2, "dispatch": "allgather"},
+            {"experts": Experts("some"), "dp": 2, "ep": 2},
+            "choose one of static, allgather, alltoall, dropless",
+        ),
+        ({"experts": Experts("dropless"), "dp": 2}, "and ep=1: give ep of at least 2"),
+        (
+            {"experts": Experts("allgather"), "dp": 2},
+            "dispatch='allgather' is of experts on several ranks, and ep=1",
+        ),
+        (
+            {"experts": Experts("alltoall"), "dp": 2},
+            "dispatch='alltoall' is of experts on several ranks, and ep=1",
+        ),
+        (
+            {"experts": Experts(capacity_factor=1, pad_to_capacity=True, dispatch="allgather"), "dp": 2, "ep": 2},
             "dispatch='allgather' sends tokens, and pad_to_capacity rows",
         ),
-        ({"dispatch": "exact", "dp": 2, "ep": 2, "cuda_graphs": fxpar.CudaGraphs("partial")}, "leave cuda_graphs out"),
-        ({"dispatch": "exact", "dp": 2, "ep": 2, "compile": True}, "give compile=False, or dispatch='static'"),
+        (
+            {"experts": Experts("dropless"), "dp": 2, "ep": 2, "cuda_graphs": fxpar.CudaGraphs("partial")},
+            "leave cuda_graphs out",
+        ),
+        (
+            {"experts": Experts("dropless"), "dp": 2, "ep": 2, "compile": True},
+            "give compile=False, or dispatch='static'",
+        ),
     ],
 )
 def test_a_dispatch_that_means_nothing_is_refused(options: dict[str, Any], reason: str) -> None:
@@ -338,27 +381,72 @@ def test_links_that_are_none_are_refused(axes: Any, text: str) -> None:
 
 
 def test_what_is_recomputed_is_an_option_with_a_budget() -> None:
-    plan = Plan(recompute="selective", activation_budget=0.5)
+    plan = Plan(recompute=Recompute("selective", activation_memory_budget=0.5))
     assert Plan.from_yaml(plan.to_yaml()) == plan
-    assert Plan.from_yaml("recompute: selective\nactivation_budget: 4096\n").activation_budget == 4096
-    one = plan.on_one_rank()
-    assert (one.recompute, one.activation_budget) == ("none", None)  # bytes are those of one of the plan's ranks
+    assert Plan.from_yaml("recompute: {mode: selective, activation_memory_budget: 4096}") == Plan(
+        recompute=Recompute("selective", 4096)
+    )
+    assert plan.on_one_rank().recompute == Recompute()  # bytes are those of one of the plan's ranks
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"recompute": "some"}, "choose one of none, selective, full"),
-        ({"recompute": True}, "choose one of none, selective, full"),
-        ({"activation_budget": 0.5}, "is of recompute='selective'"),
-        ({"recompute": "full", "activation_budget": 0.5}, "is of recompute='selective'"),
-        ({"recompute": "selective", "activation_budget": -1}, "neither a part from 0 to 1 nor a number of bytes"),
-        ({"recompute": "selective", "activation_budget": 1.5}, "neither a part from 0 to 1 nor a number of bytes"),
-        ({"recompute": "selective", "activation_budget": True}, "neither a part from 0 to 1 nor a number of bytes"),
-        ({"recompute": "selective", "activation_budget": float("nan")}, "neither a part from 0 to 1 nor a number"),
-        ({"recompute": "selective", "activation_budget": "1GB"}, "neither a part from 0 to 1 nor a number of bytes"),
+        ({"recompute": Recompute("some")}, "choose one of none, selective, full"),
+        ({"recompute": True}, r"recompute=True is no fxpar.Recompute: write Recompute\(mode=…\)"),
+        ({"recompute": "full"}, r"write Recompute\(mode='full'\)"),
+        ({"recompute": Recompute(activation_memory_budget=0.5)}, "is of mode='selective'"),
+        ({"recompute": Recompute("full", activation_memory_budget=0.5)}, "is of mode='selective'"),
+        (
+            {"recompute": Recompute("selective", activation_memory_budget=-1)},
+            "neither a part from 0 to 1 nor a number of bytes",
+        ),
+        (
+            {"recompute": Recompute("selective", activation_memory_budget=1.5)},
+            "neither a part from 0 to 1 nor a number of bytes",
+        ),
+        (
+            {"recompute": Recompute("selective", activation_memory_budget=True)},
+            "neither a part from 0 to 1 nor a number of bytes",
+        ),
+        (
+            {"recompute": Recompute("selective", activation_memory_budget=float("nan"))},
+            "neither a part from 0 to 1 nor a number",
+        ),
+        (
+            {"recompute": Recompute("selective", activation_memory_budget="1GB")},  # type: ignore[arg-type]
+            "neither a part from 0 to 1 nor a number of bytes",
+        ),
     ],
 )
 def test_a_recomputation_that_means_nothing_is_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
         Plan(**options)
+
+
+def test_options_of_records_are_named_where_they_stand() -> None:
+    with pytest.raises(PlanError, match=r"dispatch is an option of experts; write 'experts: \{dispatch: …\}'"):
+        Plan.from_yaml("{dp: 2, ep: 2, dispatch: alltoall}")
+    with pytest.raises(PlanError, match="activation_memory_budget is an option of recompute"):
+        Plan().replace(activation_memory_budget=0.5)
+    with pytest.raises(PlanError, match=r"pipeline='x' is no mapping; write 'pipeline: \{stages: …\}'"):
+        Plan.from_yaml("pipeline: x")
+    with pytest.raises(PlanError, match=r"here: experts: unknown option tempo; choose from dispatch, recv"):
+        Plan.from_dict({"experts": {"tempo": 1}}, where="here")
+
+
+def test_records_are_read_only_and_sorted() -> None:
+    plan = Plan(pp=3, pipeline=Pipeline({"h.2": 2, "h.1": 1}), experts=Experts(expert_modules=("b", "a", "b")))
+    assert list(plan.pipeline.stages) == ["h.1", "h.2"]
+    assert plan.experts.expert_modules == ("a", "b")
+    assert Pipeline((3, 1)).stages == (3, 1)
+    for record in (plan.pipeline, plan.experts):
+        assert pickle.loads(pickle.dumps(record)) == copy.deepcopy(record) == record
+        assert {record: 1}[copy.deepcopy(record)] == 1
+    with pytest.raises(TypeError):
+        plan.pipeline.stages["h.1"] = 2  # type: ignore[index]
+
+
+def test_one_device_keeps_what_says_what_the_model_is() -> None:
+    told = Plan(operators=Operators(added_losses=("*.AddLoss",)), experts=Experts(expert_modules=("*.experts",)))
+    assert told.replace(dp=2, ep=2, recompute=Recompute("full")).on_one_rank() == told

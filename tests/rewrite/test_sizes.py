@@ -15,6 +15,7 @@ from fxpar.errors import FxparError, InputError, TextError
 from fxpar.ir.program import Program
 from fxpar.manager import PassManager
 from fxpar.passes import STEP_PASSES
+from fxpar.plan.option_groups import Operators
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
@@ -204,7 +205,7 @@ def test_a_stronger_condition_is_enough() -> None:
 
 def test_rows_that_are_to_be_a_number_are_not_shared_out() -> None:
     """PyTorch takes the rows of a transform whose length is given for a number."""
-    plan = Plan(dp=2, row_wise=("aten._fft_r2c.default", "aten._fft_c2r.default"))
+    plan = Plan(dp=2, operators=Operators(batchwise_ops=("aten._fft_r2c.default", "aten._fft_c2r.default")))
     with pytest.raises(InputError, match="one number of rows alone") as caught:
         verify(model("filtered"), batch(), plan)
     assert "dp=1" in str(caught.value)

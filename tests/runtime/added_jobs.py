@@ -83,7 +83,9 @@ def by_hand(reduction: str, parts: Sequence[Sequence[int]]) -> tuple[float, dict
 
 def train(reduction: str, options: dict[str, Any]) -> Found:
     """A step of two microbatches."""
-    plan = fxpar.Plan(microbatches=2, loss_reduction=reduction, added_losses=(NAME,), **options)
+    plan = fxpar.Plan(
+        microbatches=2, loss_reduction=reduction, operators=fxpar.Operators(added_losses=(NAME,)), **options
+    )
     model = fxpar.parallelize(Routed().double(), plan, batch())
     loss = model.train_step(fxpar.shard_batch(batch(), model))
     return {"loss": loss.item(), "gradients": gradients(model)}

@@ -26,6 +26,7 @@ from fxpar.runtime.steps import FinishedForward
 from tests.runtime.graphed import gpt2, llama, mixtral, train, words
 
 STEPS, MICROBATCHES = 12, 2
+NCCL, COPY = fxpar.Communication("nccl"), fxpar.Communication("copy")
 PLANS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpt2": (partial(gpt2, 128, 2), {"tp": 2}),
     "llama": (partial(llama, 128, 2), {"tp": 2, "sequence_parallel": True}),
@@ -41,11 +42,11 @@ def compare() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     for name, (build, plan) in PLANS.items():
         batches = words(STEPS, MICROBATCHES)
-        plain = train(build, batches, exchange="nccl", **plan)
+        plain = train(build, batches, communication=NCCL, **plan)
         assert len(set(plain.losses)) == len(plain.losses)
         for how, cost in COSTS.items():
             for impl in ("none", "full_iteration"):
-                found = train(build, batches, impl, exchange="copy", cost=cost, **plan)
+                found = train(build, batches, impl, communication=COPY, cost=cost, **plan)
                 same = torch.tensor(int(found == plain), device="cuda")
                 dist.all_reduce(same, op=dist.ReduceOp.MIN)
                 if dist.get_rank() == 0:
@@ -57,9 +58,9 @@ def compare_experts() -> None:
     for way in ("allgather", "alltoall"):
         for impl in ("none", "full_iteration"):  # each with itself: a graph multiplies all rows by each expert's matrix
             batches = words(STEPS, MICROBATCHES)
-            plan: dict[str, Any] = {"dp": 2, "ep": 2, "dispatch": way}
-            plain = train(partial(mixtral, 128, 2), batches, impl, exchange="nccl", **plan)
-            found = train(partial(mixtral, 128, 2), batches, impl, exchange="copy", cost=COSTS["copies"], **plan)
+            plan: dict[str, Any] = {"dp": 2, "ep": 2, "experts": fxpar.Experts(way)}
+            plain = train(partial(mixtral, 128, 2), batches, impl, communication=NCCL, **plan)
+            found = train(partial(mixtral, 128, 2), batches, impl, communication=COPY, cost=COSTS["copies"], **plan)
             same = torch.tensor(int(found == plain), device="cuda")
             dist.all_reduce(same, op=dist.ReduceOp.MIN)
             if dist.get_rank() == 0:
@@ -71,9 +72,14 @@ def compare_needed() -> None:
     size = int(os.environ["WORLD_SIZE"])
     for impl in ("none", "full_iteration"):
         batches = words(STEPS, MICROBATCHES)
-        plan: dict[str, Any] = {"dp": size, "ep": size, "dispatch": "allgather", "cost": COSTS["copies"]}
-        plain = train(partial(mixtral, 128, 2), batches, impl, exchange="nccl", **plan)
-        first, second = (train(partial(mixtral, 128, 2), batches, impl, exchange="copy", **plan) for _ in range(2))
+        plan: dict[str, Any] = {
+            "dp": size,
+            "ep": size,
+            "experts": fxpar.Experts("allgather"),
+            "cost": COSTS["copies"],
+        }
+        plain = train(partial(mixtral, 128, 2), batches, impl, communication=NCCL, **plan)
+        first, second = (train(partial(mixtral, 128, 2), batches, impl, communication=COPY, **plan) for _ in range(2))
         near = all(abs(a - b) < 1e-2 * abs(b) for a, b in zip(first.losses, plain.losses, strict=True))
         same = torch.tensor(int(first == second and near), device="cuda")
         dist.all_reduce(same, op=dist.ReduceOp.MIN)
@@ -89,7 +95,12 @@ def stand_still(*arguments: Any, **options: Any) -> None:
 def lose() -> None:
     torch.manual_seed(0)
     batch = words(1)[0]
-    plan = fxpar.Plan(tp=2, exchange="copy", cost=COSTS["copies"], cuda_graphs=fxpar.CudaGraphs(sys.argv[2]))
+    plan = fxpar.Plan(
+        tp=2,
+        communication=fxpar.Communication("copy"),
+        cost=COSTS["copies"],
+        cuda_graphs=fxpar.CudaGraphs(sys.argv[2]),
+    )
     # Inputs that are compared would end the other rank's wait before its GPU waits.
     model = fxpar.parallelize(gpt2(128, 2).train(), plan, batch, check_inputs=False, timeout=5.0)
     for _ in range(4):

@@ -145,7 +145,9 @@ def ends_in_a_step() -> None:
 
 def ends_between_copies() -> None:
     """The odd rank is killed where the other waits for what it writes into its memory, and for no connection."""
-    made = models.plan(tp(), exchange="copy", cost=fxpar.Cost(least_copy=1.0, copy_latency=1e-12))
+    made = models.plan(
+        tp(), communication=fxpar.Communication("copy"), cost=fxpar.Cost(least_copy=1.0, copy_latency=1e-12)
+    )
     model, batch = fxpar.parallelize(models.tiny(), made, models.batch(), check_inputs=False), models.batch()
     model.train_step(batch)
     if is_odd():

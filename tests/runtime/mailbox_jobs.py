@@ -54,7 +54,11 @@ def trained(name: str, exchange: str, options: dict[str, Any], steps: int = 2) -
     batch = {"input_ids": ids, "labels": ids}
     if name in ("blocks", "norms"):
         batch = {"x": (ids[..., None] + torch.arange(8)).double().sin()}
-    parallel = fxpar.parallelize(model, fxpar.Plan(exchange=exchange, cost=_COST, **options), batch)
+    parallel = fxpar.parallelize(
+        model,
+        fxpar.Plan(communication=fxpar.Communication(exchange), cost=_COST, **options),
+        batch,
+    )
     losses = []
     for _ in range(steps):
         parallel.zero_grad()
@@ -71,7 +75,7 @@ def told() -> list[tuple[list[tuple[int, int]], int, str]]:
     found = []
     for exchange in ("copy", "nccl", "auto"):
         batch = {"x": torch.ones(4, 8, 8, dtype=torch.float64)}
-        plan = fxpar.Plan(tp=2, exchange=exchange, cost=_COST)
+        plan = fxpar.Plan(tp=2, communication=fxpar.Communication(exchange), cost=_COST)
         parallel = fxpar.parallelize(Deep(1, 2).double(), plan, batch)
         parallel.train_step(batch)
         report = parallel.report()
@@ -99,7 +103,11 @@ def closed() -> str:
     """What a step says behind `close`."""
     torch.manual_seed(0)
     batch = {"x": torch.zeros(4, 8, 8)}
-    model = fxpar.parallelize(Deep(1).train(), fxpar.Plan(tp=2, exchange="copy", cost=_COST), batch)
+    model = fxpar.parallelize(
+        Deep(1).train(),
+        fxpar.Plan(tp=2, communication=fxpar.Communication("copy"), cost=_COST),
+        batch,
+    )
     model.train_step(batch)
     model.close()
     try:
@@ -128,7 +136,11 @@ def broken_off() -> str:
     """What a step says behind one that an error ended between a send and what reads it."""
     torch.manual_seed(0)
     batch = {"x": torch.zeros(4, 8, 8)}
-    model = fxpar.parallelize(Norms().train(), fxpar.Plan(tp=2, exchange="copy", cost=_COST), batch)
+    model = fxpar.parallelize(
+        Norms().train(),
+        fxpar.Plan(tp=2, communication=fxpar.Communication("copy"), cost=_COST),
+        batch,
+    )
     model.train_step(batch)
     try:
         with _Breaking(1):

@@ -69,7 +69,7 @@ def differences(
     loss = alone(**own)
     loss.backward()
     wanted = loss.item()
-    options = {**options, "exchange": "copy", "cost": COSTS[cost]}
+    options = {**options, "communication": fxpar.Communication("copy"), "cost": COSTS[cost]}
     with _counted() as sent:
         computed, found = _trained(_model(routing, experts, choices), own, options)
     odd = max(float((found[name] - p.grad).abs().max()) for name, p in alone.named_parameters() if p.grad is not None)
@@ -92,7 +92,11 @@ def _needed_rows(model: Routed, own: dict[str, Tensor], ranks: int) -> int:
 def beside_nccl(options: dict[str, Any]) -> tuple[float, float]:
     """The largest difference of losses and gradients to what ranks compute that send all tokens."""
     found = [
-        _trained(_model("learned", 8, 1), batch(5), {**options, "exchange": how, "cost": COSTS["all"]})
+        _trained(
+            _model("learned", 8, 1),
+            batch(5),
+            {**options, "communication": fxpar.Communication(how), "cost": COSTS["all"]},
+        )
         for how in ("copy", "nccl")
     ]
     (loss, own), (wanted, others) = found

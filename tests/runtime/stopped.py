@@ -30,7 +30,7 @@ def made(options: dict[str, Any]) -> fxpar.ParallelModule:
     """A tiny module of all ranks."""
     calls = {"check_inputs": options["check_inputs"], "timeout": 60.0}
     plan = {name: value for name, value in options.items() if name != "check_inputs"}
-    if plan.get("exchange") == "copy":
+    if plan.get("communication") == fxpar.Communication("copy"):
         plan["cost"] = fxpar.Cost(least_copy=1.0, copy_latency=1e-12)
     return fxpar.parallelize(models.tiny().double(), fxpar.Plan(**plan), models.batch(), **calls)
 

@@ -35,7 +35,11 @@ class Broken(Exception):
 
 def made(way: str, impl: str, batch: Any) -> fxpar.ParallelModule:
     torch.manual_seed(0)
-    how: dict[str, Any] = {"exchange": "nccl"} if way == "nccl" else {"exchange": "copy", "cost": COSTS[way]}
+    how: dict[str, Any] = (
+        {"communication": fxpar.Communication("nccl")}
+        if way == "nccl"
+        else {"communication": fxpar.Communication("copy"), "cost": COSTS[way]}
+    )
     plan = fxpar.Plan(tp=2, cuda_graphs=fxpar.CudaGraphs(impl), **how)
     return fxpar.parallelize(gpt2(128, 2).train(), plan, batch, check_inputs=False, timeout=60.0)
 

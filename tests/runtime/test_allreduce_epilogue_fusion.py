@@ -21,6 +21,7 @@ from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops import peer_copies
 from fxpar.ops.process_group import Group
 from fxpar.peer_memory.row_programs import Extent, RowProgram, RowStep, read
+from fxpar.plan.option_groups import Communication
 from fxpar.plan.plan import Plan
 from fxpar.runtime import inductor
 from fxpar.runtime.allreduce_epilogue_fusion import sums_in_rows
@@ -284,7 +285,10 @@ def steps_of_rows(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[tupl
 
     Nothing is compiled: values have no elements.
     """
-    batch, plan = {"input_ids": torch.zeros(2, 8, dtype=torch.int64)}, Plan(tp=2, exchange="copy")
+    batch, plan = (
+        {"input_ids": torch.zeros(2, 8, dtype=torch.int64)},
+        Plan(tp=2, communication=Communication("copy")),
+    )
     program = compile_model(model.train(), {**batch, "labels": batch["input_ids"]}, plan).program
     step = compile_step(program, ("loss",), ("loss",), [p.fqn for p in program.parameters if p.trainable])
     graph = lower_program(step, {"tp": Group(NAME, 2, mailbox=NAME)}).module.graph

@@ -46,7 +46,7 @@ def scores(rows: int, length: int = 6) -> dict[str, Tensor]:
 @cache
 def compiled(kind: str, dp: int) -> Any:
     """What a rank holds of a compiled program, as far as batches are made to fit it."""
-    plan = Plan(dp=dp, padding={"places": 7} if kind == "words" else {})
+    plan = Plan(dp=dp, pad_values={"places": 7} if kind == "words" else {})
     model, batch = (Words(), words(2 * dp, 6)) if kind == "words" else (Pooled(kind), scores(2 * dp))
     made = compile_model(model, batch, plan)
     return SimpleNamespace(captured=made.captured, program=made.program, padded=set())

@@ -127,7 +127,7 @@ def _llama(layers: int, recompute: str) -> fx.Graph:
     }
     config = transformers.LlamaConfig(num_hidden_layers=layers, vocab_size=VOCABULARY, use_cache=False, **sizes)
     model = transformers.LlamaForCausalLM(config).bfloat16().train()
-    program = compile_model(model, tokens(), fxpar.Plan(tp=2, recompute=recompute)).program
+    program = compile_model(model, tokens(), fxpar.Plan(tp=2, recompute=fxpar.Recompute(recompute))).program
     step = compile_step(program, ("loss",), ("loss",), [p.fqn for p in program.parameters if p.trainable])
     graph: fx.Graph = lower_program(step, {"tp": Group("ranks", 2)}).module.graph
     return graph

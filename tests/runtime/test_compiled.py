@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from fxpar.plan.option_groups import Recompute
 from tests.runtime import compiled
 from tests.runtime.test_training import assert_same
 from tests.runtime.world import World
@@ -49,7 +50,10 @@ def test_equal_layers_are_compiled_once_in_the_order_of_the_program(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
-@pytest.mark.parametrize("more", [{}, {"checkpointed": True}, {"recompute": "selective"}, {"recompute": "full"}])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"checkpointed": True}, {"recompute": Recompute("selective")}, {"recompute": Recompute("full")}],
+)
 def test_compiled_programs_under_sequence_parallelism(world2: World, name: str, more: dict[str, Any]) -> None:
     for found in world2.run(compiled.train, name, {"sequence_parallel": True, **more}, seconds=600):
         assert_equal(found)
@@ -98,7 +102,7 @@ def test_steps_of_many_lengths_are_compiled_thrice(world2: World) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("more", [{"sequence_parallel": True}, {"recompute": "full"}])
+@pytest.mark.parametrize("more", [{"sequence_parallel": True}, {"recompute": Recompute("full")}])
 def test_steps_of_many_lengths_under_other_plans(world2: World, more: dict[str, Any]) -> None:
     sizes = [(2, 8), (2, 12), (3, 6), (4, 10), (5, 14)]
     for found in world2.run(compiled.lengths, sizes, more, seconds=900):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fxpar.plan.option_groups import CudaGraphs
+from fxpar.plan.option_groups import Communication, CudaGraphs, Experts, Recompute
 from tests.runtime import expert_jobs
 from tests.runtime.expert_jobs import Found
 from tests.runtime.test_training import assert_same
@@ -19,20 +19,23 @@ PLANS: list[Any] = [
     pytest.param({"dp": 4, "ep": 2}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2, "compile": True}, marks=pytest.mark.matrix),
     pytest.param({"tp": 2, "ep": 2, "etp": 1, "compile": True}, marks=pytest.mark.matrix),
-    pytest.param({"dp": 2, "ep": 2, "compile": True, "recompute": "full"}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "compile": True, "recompute": Recompute("full")}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2}, marks=pytest.mark.matrix),
-    pytest.param({"dp": 2, "ep": 2, "dispatch": "alltoall"}, marks=pytest.mark.matrix),
-    pytest.param({"dp": 2, "ep": 2, "exchange": "copy"}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "experts": Experts("alltoall")}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "communication": Communication("copy")}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "tp": 2, "ep": 4, "etp": 1}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "tp": 2, "ep": 2}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2, "pp": 2}, marks=pytest.mark.matrix),
-    pytest.param({"dp": 2, "ep": 2, "recompute": "full"}, marks=pytest.mark.matrix),
-    {"dp": 2, "ep": 2, "dispatch": "exact"},
-    pytest.param({"tp": 2, "ep": 2, "etp": 1, "dispatch": "exact"}, marks=pytest.mark.matrix),
-    pytest.param({"dp": 2, "tp": 2, "ep": 4, "etp": 1, "dispatch": "exact"}, marks=pytest.mark.matrix),
-    pytest.param({"dp": 2, "tp": 2, "ep": 2, "dispatch": "exact"}, marks=pytest.mark.matrix),
-    pytest.param({"dp": 2, "ep": 2, "dispatch": "exact", "recompute": "full"}, marks=pytest.mark.matrix),
-    pytest.param({"dp": 2, "ep": 2, "pp": 2, "dispatch": "exact"}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "recompute": Recompute("full")}, marks=pytest.mark.matrix),
+    {"dp": 2, "ep": 2, "experts": Experts("dropless")},
+    pytest.param({"tp": 2, "ep": 2, "etp": 1, "experts": Experts("dropless")}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "tp": 2, "ep": 4, "etp": 1, "experts": Experts("dropless")}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "tp": 2, "ep": 2, "experts": Experts("dropless")}, marks=pytest.mark.matrix),
+    pytest.param(
+        {"dp": 2, "ep": 2, "experts": Experts("dropless"), "recompute": Recompute("full")},
+        marks=pytest.mark.matrix,
+    ),
+    pytest.param({"dp": 2, "ep": 2, "pp": 2, "experts": Experts("dropless")}, marks=pytest.mark.matrix),
 ]
 
 
@@ -96,7 +99,7 @@ def test_a_training_goes_on_where_experts_lie_on_other_ranks(
     ("plan", "parts"),
     [
         ({"dp": 2, "ep": 2}, 2),
-        pytest.param({"dp": 2, "ep": 2, "dispatch": "exact"}, 1, marks=pytest.mark.matrix),
+        pytest.param({"dp": 2, "ep": 2, "experts": Experts("dropless")}, 1, marks=pytest.mark.matrix),
         pytest.param({"tp": 2, "ep": 2, "etp": 1}, 1, marks=pytest.mark.matrix),
         pytest.param({"dp": 2, "ep": 2, "cuda_graphs": CudaGraphs("full_iteration")}, 2, marks=pytest.mark.matrix),
         pytest.param({"dp": 2, "ep": 2, "compile": True}, 1, marks=pytest.mark.matrix),
@@ -123,7 +126,7 @@ def test_the_load_of_the_last_step_is_in_the_report(
 
 def test_the_report_says_how_many_rows_were_dropped(world2: World) -> None:
     """Of a router that sends all of a source's 20 tokens to the first two experts, which take ceil(20 * 2 / 4)."""
-    plan = {"dp": 2, "ep": 2, "capacity_factor": 1}
+    plan = {"dp": 2, "ep": 2, "experts": Experts(capacity_factor=1)}
     for (_, behind), text in world2.run(expert_jobs.loads, plan, "one", 2):
         (found,) = behind
         assert (found.experts, found.dropped) == ((40, 40, 0, 0), 80)
@@ -135,7 +138,7 @@ def test_the_report_says_how_many_rows_were_dropped(world2: World) -> None:
     ("ways", "options"),
     [
         ("plain", {}),
-        pytest.param("plain", {"dispatch": "alltoall"}, marks=pytest.mark.matrix),
+        pytest.param("plain", {"experts": Experts("alltoall")}, marks=pytest.mark.matrix),
         pytest.param("list", {}, marks=pytest.mark.matrix),
         pytest.param("no_sync", {}, marks=pytest.mark.matrix),
         pytest.param("plain", {"compile": True}, marks=pytest.mark.matrix),
@@ -151,14 +154,17 @@ def test_a_step_with_rows_over_the_budget_is_repeated(
     where they gather tokens.
     """
     plan = {"dp": 2, "ep": 2, **options}
-    together = "dispatch" not in options
+    dispatch = options.get("experts", Experts()).dispatch
+    together = dispatch == "static"
     even = 40 if together else 20
     most = expert_jobs.most_rows(together)
     assert even + 1 < most < 2 * even
     wanted = within_budget(world2, plan, ways)
     budget = (most - over) / even
     for found, same in zip(
-        world2.run(expert_jobs.budgeted, {**plan, "receive_budget": budget}, ways), wanted, strict=True
+        world2.run(expert_jobs.budgeted, {**plan, "experts": Experts(dispatch, recv_capacity_factor=budget)}, ways),
+        wanted,
+        strict=True,
     ):
         assert found["losses"] == pytest.approx(same["losses"], rel=1e-12)
         assert_same(found["gradients"], same["gradients"], 1e-12)
@@ -171,11 +177,14 @@ def test_a_step_with_rows_over_the_budget_is_repeated(
 @pytest.mark.parametrize(
     "options",
     [
-        {"ep": 2, "pad_to_capacity": True},
+        {"ep": 2, "experts": Experts(capacity_factor=0.5, pad_to_capacity=True)},
         pytest.param({"ep": 2}, marks=pytest.mark.matrix),
-        pytest.param({"ep": 2, "dispatch": "exact"}, marks=pytest.mark.matrix),
-        pytest.param({"ep": 2, "compile": True, "pad_to_capacity": True}, marks=pytest.mark.matrix),
-        pytest.param({"ep": 2, "recompute": "selective"}, marks=pytest.mark.matrix),
+        pytest.param({"ep": 2, "experts": Experts("dropless", capacity_factor=0.5)}, marks=pytest.mark.matrix),
+        pytest.param(
+            {"ep": 2, "compile": True, "experts": Experts(capacity_factor=0.5, pad_to_capacity=True)},
+            marks=pytest.mark.matrix,
+        ),
+        pytest.param({"ep": 2, "recompute": Recompute("selective")}, marks=pytest.mark.matrix),
         pytest.param({"ep": 2, "cuda_graphs": CudaGraphs("partial")}, marks=pytest.mark.matrix),
     ],
     ids=lambda plan: "-".join(f"{k}{v}" for k, v in plan.items()),
@@ -185,7 +194,7 @@ def test_rows_are_dropped_wherever_experts_lie(world2: World, options: dict[str,
 
     By this capacity experts take half of all rows or less.
     """
-    limit = {"dp": 2, "capacity_factor": 0.5}
+    limit = {"dp": 2, "experts": Experts(capacity_factor=0.5)}
     wanted = world2.run(expert_jobs.budgeted, limit, "list")
     for found, same in zip(world2.run(expert_jobs.budgeted, {**limit, **options}, "list"), wanted, strict=True):
         assert found["losses"] == pytest.approx(same["losses"], rel=1e-12)

@@ -30,7 +30,7 @@ TRAININGS: list[tuple[int, dict[str, Any]]] = [
 MORE_TRAININGS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
     (1, {"set_to_none": False}),
-    (1, {"every": 2, "recompute": "selective"}),
+    (1, {"every": 2, "recompute": fxpar.Recompute("selective")}),
     (3, {"precision": "bf16"}),
 ]
 

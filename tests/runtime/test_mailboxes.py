@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fxpar.peer_memory.device import Watchdog
+from fxpar.plan.option_groups import Recompute
 from fxpar.runtime import mailboxes
 from fxpar.runtime.mailboxes import why_not_copy
 from tests.runtime import mailbox_jobs
@@ -23,11 +24,11 @@ PLANS: list[Any] = [
     ("blocks", {"tp": 2, "sequence_parallel": True}),
 ]
 MORE_PLANS: list[Any] = [
-    ("blocks", {"tp": 2, "compile": True, "recompute": "full"}),
+    ("blocks", {"tp": 2, "compile": True, "recompute": Recompute("full")}),
     ("llama", {"tp": 2, "sequence_parallel": True}),
     ("gpt2", {"tp": 2}),
     ("gpt2", {"tp": 2, "compile": True}),
-    ("gpt2", {"tp": 2, "recompute": "full"}),
+    ("gpt2", {"tp": 2, "recompute": Recompute("full")}),
     ("gpt2", {"tp": 4}),
     ("llama", {"tp": 4, "sequence_parallel": True}),
     ("gpt2", {"tp": 2, "dp": 2}),
@@ -74,7 +75,7 @@ def test_the_report_tells_which_are_copies(world2: World) -> None:
     assert [count for _, count in copied] == [count for _, count in sent]
     assert "of each rank's memory" in text
     assert "in one shot are one kernel each" in text
-    assert "the plan's exchange is 'nccl'" in why
+    assert "Communication('nccl')" in why
     assert "its ranks are no GPUs of one machine" in known
 
 

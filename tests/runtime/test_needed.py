@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fxpar.plan.option_groups import Experts
 from tests.runtime import needed_jobs
 from tests.runtime.world import World
 
@@ -30,7 +31,7 @@ MORE: list[Any] = [
     (TWO, "learned", 8, 1, 1, "some", 4),
     ({"dp": 4, "ep": 2}, "learned", 8, 1, 5, "all", 8),
     ({**TWO, "compile": True}, "learned", 8, 1, 5, "all", 8),
-    ({**FOUR, "receive_budget": 3, "dispatch": "allgather"}, "learned", 8, 1, 5, "some", 8),
+    ({**FOUR, "experts": Experts(recv_capacity_factor=3, dispatch="allgather")}, "learned", 8, 1, 5, "some", 8),
 ]
 
 
@@ -46,9 +47,9 @@ def test_values_are_those_of_one_device_and_no_row_travels_in_vain(request: pyte
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("limit", [{"receive_budget": 3}, {"capacity_factor": 1.25}], ids=str)
+@pytest.mark.parametrize("limit", [{"recv_capacity_factor": 3}, {"capacity_factor": 1.25}], ids=str)
 def test_a_limit_drops_the_same_rows(world4: World, limit: dict[str, Any]) -> None:
-    for loss, gradients in world4.run(needed_jobs.beside_nccl, {**FOUR, "dispatch": "allgather", **limit}):
+    for loss, gradients in world4.run(needed_jobs.beside_nccl, {**FOUR, "experts": Experts("allgather", **limit)}):
         assert loss < 1e-9
         assert gradients < 1e-9
 

@@ -27,8 +27,8 @@ RUNS: list[Any] = [
     pytest.param("gpt2", {"pp": 2, "schedule": "zb_h1", "dp": 2}, 2, marks=more),
     pytest.param("llama", {"pp": 2, "virtual_stages": 2, "schedule": "zbv"}, 4, marks=more),
     pytest.param("nanogpt", {"pp": 4, "virtual_stages": 1, "schedule": "zb_h1"}, 1, marks=more),
-    pytest.param("gpt2", {"pp": 2, "tp": 2, "recompute": "full"}, 2, marks=more),
-    pytest.param("gpt2", {"pp": 2, "recompute": "selective", "schedule": "zb_h1"}, 2, marks=more),
+    pytest.param("gpt2", {"pp": 2, "tp": 2, "recompute": fxpar.Recompute("full")}, 2, marks=more),
+    pytest.param("gpt2", {"pp": 2, "recompute": fxpar.Recompute("selective"), "schedule": "zb_h1"}, 2, marks=more),
 ]
 
 
@@ -106,12 +106,12 @@ def test_what_a_rank_keeps_does_not_grow_with_the_microbatches(request: pytest.F
         ({"schedule": "1f1b"}, "schedule='1f1b' is of a pipeline"),
         ({"pp": 2, "schedule": 3}, "schedule=3 is no text"),
         ({"microbatches": 0}, "microbatches=0 is no number"),
-        ({"pp": 2, "group_size": 2}, "group_size=2 is of several stages"),
-        ({"pp": 2, "virtual_stages": 2, "group_size": 0}, "group_size=0 is no number"),
+        ({"pp": 2, "pipeline": fxpar.Pipeline(group_size=2)}, "group_size=2 is of several stages"),
+        ({"pp": 2, "virtual_stages": 2, "pipeline": fxpar.Pipeline(group_size=0)}, "group_size=0 is no number"),
         ({"virtual_stages": 2}, "virtual_stages=2 without a pipeline"),
-        ({"pp": 2, "stages": {"h.1": 2}}, "stages.'h.1'.=2 is none of the stages 1 to 1"),
-        ({"pp": 3, "stages": {"h.1": 1, "h.2": 1}}, "two modules one stage"),
-        ({"pp": 2, "stages": [1, 2, 3]}, "3 numbers of layers for 2 stages"),
+        ({"pp": 2, "pipeline": fxpar.Pipeline({"h.1": 2})}, "stages.'h.1'.=2 is none of the stages 1 to 1"),
+        ({"pp": 3, "pipeline": fxpar.Pipeline({"h.1": 1, "h.2": 1})}, "two modules one stage"),
+        ({"pp": 2, "pipeline": fxpar.Pipeline((1, 2, 3))}, "3 numbers of layers for 2 stages"),
         ({"pp": 2, "cuda_graphs": fxpar.CudaGraphs("partial")}, "stages of a pipeline are not captured yet"),
     ],
 )
@@ -136,6 +136,6 @@ def test_schedules_that_a_plan_cannot_have_are_refused(options: dict[str, Any], 
 
 def test_a_plan_with_stages_comes_back_from_yaml() -> None:
     for stages in ({"transformer.h.1": 1}, (1, 1)):
-        plan = fxpar.Plan(pp=2, stages=stages, microbatches=4, schedule="zb_h1")
+        plan = fxpar.Plan(pp=2, pipeline=fxpar.Pipeline(stages), microbatches=4, schedule="zb_h1")
         assert fxpar.Plan.from_yaml(plan.to_yaml()) == plan
         assert plan.on_one_rank() == fxpar.Plan()

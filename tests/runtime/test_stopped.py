@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fxpar.plan.option_groups import Communication
 from tests.products import product
 from tests.runtime import stopped
 from tests.runtime.world import World
@@ -17,7 +18,11 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp": {"dp": 2},
     "tp": {"tp": 2, "split": {"up": "column", "down": "row"}},
     "pp": {"pp": 2, "microbatches": 2},
-    "copies": {"tp": 2, "split": {"up": "column", "down": "row"}, "exchange": "copy"},
+    "copies": {
+        "tp": 2,
+        "split": {"up": "column", "down": "row"},
+        "communication": Communication("copy"),
+    },
 }
 # Of each wrong batch, what names the place.
 PLACES = ("mask", "ids", "ids", "ids", "ids", "", "more", "max_norm")

@@ -246,6 +246,6 @@ def refusals() -> list[tuple[str, str]]:
         model = fxpar.parallelize(Pooled(kind), plan, batch(2, 6))
         found.append(attempt(model, batch(2, 6)))
         found.append(attempt(model, batch(rows[rank], 6)))
-    said = fxpar.parallelize(Pooled("pooled"), plan.replace(padding={"ids": 0}), batch(2, 6))
+    said = fxpar.parallelize(Pooled("pooled"), plan.replace(pad_values={"ids": 0}), batch(2, 6))
     found.append(attempt(said, batch(2, lengths[rank])))
     return found

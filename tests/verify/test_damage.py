@@ -12,6 +12,7 @@ from fxpar.errors import CheckFailed, FxparError
 from fxpar.ir.stages import stages_of
 from fxpar.manager import PassManager
 from fxpar.passes import step_passes
+from fxpar.plan.option_groups import Communication
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
@@ -29,7 +30,7 @@ def texts(name: str) -> tuple[str, ...]:
     """What was captured, what a rank runs forward, and the step; of a pipeline the last stage's."""
     torch.manual_seed(5)
     if name == "dense":
-        plan = Plan(dp=2, tp=2, sequence_parallel=True, exchange="copy")
+        plan = Plan(dp=2, tp=2, sequence_parallel=True, communication=Communication("copy"))
         compiled = compile_model(Small().double(), _WORDS, plan)
     elif name == "experts":
         compiled = compile_model(Routed("learned", True).double(), batch(5), Plan(dp=2, tp=2, ep=2))

@@ -14,6 +14,7 @@ import pytest
 from fxpar.errors import CheckFailed, FxparError
 from fxpar.ir.program import Program
 from fxpar.ir.stages import Stage, stages_of
+from fxpar.plan.option_groups import Pipeline
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
@@ -28,7 +29,7 @@ _STAGE = re.compile(r"stage=([\d+]+)")
 @cache
 def program() -> Program:
     """Four stages on two tensor ranks: a tied table, a residual that three cuts pass on, masks of each stage's own."""
-    return staged(Plan(tp=2, pp=4, stages={"layers.1": 1, "layers.2": 2, "layers.3": 3}), **OPTIONS)
+    return staged(Plan(tp=2, pp=4, pipeline=Pipeline({"layers.1": 1, "layers.2": 2, "layers.3": 3})), **OPTIONS)
 
 
 @cache

@@ -283,7 +283,7 @@ class AllToAllDispatch(Dispatch):
         %y = fxpar.grouped_linear.default(%rows, %w_by_rank, %counts_here) : f32[2, 2*c, 128]
 
     Blocks change hands by an all-to-all, which `insert_collectives` puts where `shard_over` asks for it. With a
-    `receive_budget` they have fewer places; rows without one are left out and counted.
+    `recv_capacity_factor` they have fewer places; rows without one are left out and counted.
     """
 
     def preprocess(self, indices: fx.Node) -> None:
@@ -498,7 +498,7 @@ class ExactDispatch(Dispatch):
             raise PassError(
                 "experts are computed before any row was taken for them",
                 where=describe(self.region.sort),
-                remedy="take the rows first, or give dispatch='static'",
+                remedy="take the rows first, or give experts.dispatch='static'",
             )
         self._rows_of_holder(next(iter(self._at_source)))
 
@@ -528,23 +528,23 @@ def dispatch_of(program: Program, region: Routed, limit: Limit | None) -> type[D
         PlanError: the plan asks for tokens to be gathered, and each would travel several times.
     """
     plan, holders = program.plan, program.mesh.holders
-    if holders and plan.dispatch == "exact":
+    if holders and plan.experts.dispatch == "dropless":
         return ExactDispatch
-    if plan.pad_to_capacity:
+    if plan.experts.pad_to_capacity:
         return PaddedDispatch
     if not holders:
         return Dispatch
     # Of tokens that tensor parallel ranks share and data ranks send each would travel for every one of the former.
     can_gather = not (plan.axes_for(Cuts.FEATURES) and plan.axes_for(Cuts.BATCH).keys() & holders.keys())
-    if plan.dispatch == "allgather" and not can_gather:
+    if plan.experts.dispatch == "allgather" and not can_gather:
         raise PlanError(
             "each token would be gathered by every tensor parallel rank that has it",
-            where="dispatch='allgather'",
-            remedy="give dispatch='static', or spread experts over ranks of dp or of tp alone",
+            where="experts.dispatch='allgather'",
+            remedy="give experts.dispatch='static', or spread experts over ranks of dp or of tp alone",
         )
     # Gathered, no more travels than in blocks that have a place or more for each token of a source.
-    is_less = plan.dispatch == "static" and can_gather and _bound(program, region, limit)[0] >= 1
-    return AllGatherDispatch if is_less or plan.dispatch == "allgather" else AllToAllDispatch
+    is_less = plan.experts.dispatch == "static" and can_gather and _bound(program, region, limit)[0] >= 1
+    return AllGatherDispatch if is_less or plan.experts.dispatch == "allgather" else AllToAllDispatch
 
 
 def expected_part(program: Program, region: Routed) -> Fraction | None:
@@ -553,10 +553,10 @@ def expected_part(program: Program, region: Routed) -> Fraction | None:
     Between more than two ranks the plan has to ask for copies, since NCCL is faster otherwise
     (`fxpar.runtime.mailboxes`), and its collectives know no rows.
     """
-    plan, holders = program.plan, program.mesh.holders
+    holders, transport = program.mesh.holders, program.plan.communication.collective_transport
     ranks = prod(holders.values())
-    copies = plan.exchange == "copy" or (plan.exchange == "auto" and ranks == 2)
-    if not copies or len(holders) != 1 or not holders.keys() <= plan.axes_for(Cuts.BATCH).keys():
+    copies = transport == "copy" or (transport == "auto" and ranks == 2)
+    if not copies or len(holders) != 1 or not holders.keys() <= program.plan.axes_for(Cuts.BATCH).keys():
         return None
     return needed_part(region.experts, region.experts // ranks, region.k)
 
@@ -569,7 +569,7 @@ def _why(part: Fraction) -> str:
 
 def _bound(program: Program, region: Routed, limit: Limit | None) -> tuple[Fraction, str]:
     """Returns how many rows of a token a holder has places for at most, and which bound says so."""
-    budget, ranks = program.plan.receive_budget, prod(program.mesh.holders.values())
+    budget, ranks = program.plan.experts.recv_capacity_factor, prod(program.mesh.holders.values())
     local_experts = Fraction(region.experts, ranks)
     bounds = {"tokens": min(Fraction(region.k), local_experts)}
     if limit is not None:

@@ -51,7 +51,7 @@ def as_written(number: float) -> Fraction:
 
 def share(program: Program, region: Routed) -> Fraction | None:
     """Returns which part of a source's tokens an expert takes at most, rounded up to rows; None where all."""
-    factor = program.plan.capacity_factor
+    factor = program.plan.experts.capacity_factor
     return None if factor is None else min(Fraction(1), as_written(factor) * region.k / region.experts)
 
 
@@ -83,7 +83,7 @@ def limit_rows(program: Program, region: Routed) -> Limit | None:
     chosen = cut.apart(indices, 1, fill=region.experts)
     kind = tensor_type(chosen)
     capacity = emit.part(emit.size(chosen, len(cut.axes)), kind.shape[-2], part)
-    if program.plan.drop_policy == "position":
+    if program.plan.experts.drop_policy == "position":
         limited = emit.call(fxp.drop_by_position.default, (chosen, region.experts, capacity[0]), kind)
     else:
         weights = cut.apart(_weights(region), 1)
@@ -98,7 +98,7 @@ def _weights(region: Routed) -> fx.Node:
     if len(distinct) != 1:
         reason = f"its rows are added up with {len(distinct)} weights of their pairs, and drop_policy='probs' needs one"
         raise PlanError(
-            reason, where=describe(region.sort), remedy="call fxpar.ops.experts, or give drop_policy='position'"
+            reason, where=describe(region.sort), remedy="call fxpar.ops.experts, or give experts.drop_policy='position'"
         )
     (weights,) = distinct
     _hoist(weights, region.sort)

@@ -200,7 +200,7 @@ def choose_stages(program: Program) -> StageChoice:
     plan = program.plan
     forward = divisible(program)
     count = plan.pipeline_stages
-    starts = _asked(forward, plan.stages, count)
+    starts = _asked(forward, plan.pipeline.stages, count)
     order = [0, *(place for _, place in sorted(starts.items()))]
     if any(later <= sooner for sooner, later in pairwise(order)):
         raise InputError(

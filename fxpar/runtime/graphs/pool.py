@@ -110,7 +110,7 @@ class CudaPool(OneFlight):
             raise InputError(
                 f"the pool of CUDA graphs is out of memory: {_first_line(error)}",
                 where="cuda_graphs",
-                remedy="lower the batch, or cuda_graphs.variants, or set recompute='selective'",
+                remedy="lower the batch, or cuda_graphs.variants, or set Recompute('selective')",
             ) from error
         except RuntimeError as error:
             raise InputError(
