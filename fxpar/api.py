@@ -17,10 +17,15 @@ from fxpar.errors import InputError, shown
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
+from fxpar.runtime import graph_modes
+from fxpar.runtime.graphs import full
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.prefetch import Prefetched
 from fxpar.runtime.refusals import Unwrappable
 from fxpar.runtime.world import connect, join, start_workers
+
+# The features of the runtime, which knows them by these registries alone.
+graph_modes.MODES.update(full.MODES)
 
 _LONGEST_TIMEOUT = 1e7  # a third of a year; the process groups count in microseconds
 

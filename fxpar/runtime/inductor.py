@@ -47,7 +47,7 @@ from fxpar.ops import (
 )
 from fxpar.plan.plan import Plan
 from fxpar.runtime.allreduce_epilogue_fusion import sums_in_rows
-from fxpar.runtime.graphs.pool import opaque
+from fxpar.runtime.graph_modes import opaque
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 Run = Callable[..., Sequence[Any]]

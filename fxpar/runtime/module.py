@@ -21,8 +21,7 @@ from fxpar.ir.program import Program
 from fxpar.manager import Pass
 from fxpar.plan.plan import Plan
 from fxpar.runtime import batch as calls
-from fxpar.runtime.graphs.full import graphs_of
-from fxpar.runtime.graphs.graph_cache import GraphFigures
+from fxpar.runtime.graph_modes import GraphFigures, graphs_of
 from fxpar.runtime.inputs import Inputs
 from fxpar.runtime.mailboxes import Mailboxes
 from fxpar.runtime.outputs import returned

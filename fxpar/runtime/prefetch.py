@@ -19,12 +19,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from fxpar.runtime.graphs.pool import StandInSide
-
 # Steps that the host may be ahead of the device: enough that the device never waits for it, and few enough that batches
 # do not pile up in memory, since a replayed step takes the host no time.
 _MOST_QUEUED = 2
 _END = object()
+_POISON = 0xFF  # NaN in every floating type
 
 
 class Side(Protocol):
@@ -100,6 +99,59 @@ class CudaSide:
         self._queued.append(event)
         if len(self._queued) > _MOST_QUEUED:
             self._queued.popleft().synchronize()
+
+
+@dataclass
+class _Late:
+    """A copy that has begun: where it goes, and what it reads."""
+
+    there: Tensor
+    value: Tensor
+
+
+class StandInSide:
+    """Copies that read as late as they may, and arrive as late as they may."""
+
+    def __init__(self) -> None:
+        self._begun: list[_Late] = []
+        self._unread: list[_Late] = []
+
+    def begin(self, value: Tensor) -> Tensor:
+        """See `Side`."""
+        there = torch.empty_like(value, memory_format=torch.contiguous_format)
+        poison(there)
+        self._begun.append(_Late(there, value))
+        return there
+
+    def sent(self) -> list[_Late]:
+        """See `Side`."""
+        begun, self._begun = self._begun, []
+        self._unread += begun
+        return begun
+
+    def synchronize(self) -> None:
+        """See `Side`."""
+        for late in self._unread:
+            late.value = late.value.clone()
+        self._unread.clear()
+
+    def hand_over(self, sent: list[_Late]) -> None:
+        """See `Side`."""
+        for late in sent:
+            late.there.copy_(late.value)
+
+    def stepped(self) -> None:
+        """See `Side`."""
+
+
+def poison(value: Tensor) -> None:
+    """Fills a tensor's storage with NaN, or with numbers that are no index."""
+    storage_bytes(value).fill_(_POISON)
+
+
+def storage_bytes(value: Tensor) -> Tensor:
+    """All of a tensor's storage."""
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
 
 
 def new_side(device: torch.device, is_graphed: bool) -> Side | None:

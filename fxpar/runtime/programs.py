@@ -39,7 +39,7 @@ from fxpar.plan.plan import Plan
 from fxpar.runtime import batch as calls
 from fxpar.runtime import variable_batches
 from fxpar.runtime.bound_batch import BoundBatch, Compiled
-from fxpar.runtime.graphs.graph_cache import NoGraphs
+from fxpar.runtime.graph_modes import NoGraphs
 from fxpar.runtime.inputs import Shapes
 from fxpar.runtime.mailboxes import Mailboxes
 from fxpar.runtime.meta_model import skeleton_of

@@ -36,7 +36,7 @@ from fxpar.runtime.calls import (
     cut,
     eager_calls,
 )
-from fxpar.runtime.graphs.graph_cache import NoGraphs
+from fxpar.runtime.graph_modes import NoGraphs
 from fxpar.runtime.mailboxes import Mailboxes
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ Enters: microbatches that are bound to their programs. Leaves: the loss; `.grad`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,8 +25,7 @@ from fxpar.runtime.bound_batch import BoundBatch
 from fxpar.runtime.buffer_updates import Written
 from fxpar.runtime.expert_loads import Budget, Loads, Overflow, gathered
 from fxpar.runtime.grad_buffers import call_hooks
-from fxpar.runtime.graphs.graph_cache import NoGraphs
-from fxpar.runtime.graphs.optimizer import Rates, takes_tensors
+from fxpar.runtime.graph_modes import NoGraphs
 from fxpar.runtime.microbatches import Microbatch, MicrobatchResult, StepOptions, StepResult, run_microbatches
 from fxpar.runtime.parameters import check_scaler
 from fxpar.runtime.pipeline import PipelineExecutor, join
@@ -250,3 +249,45 @@ class Training:
                 scaler.update()
         optimizer.zero_grad(set_to_none=True)
         return replace(outcome, norm=norm, is_finite=is_finite)
+
+
+# Learning rates as tensors, so that a step that is replayed follows the schedulers. torch's capturable and fused
+# optimizers take a learning rate as a tensor and no other number.
+
+
+RATE = "lr"
+
+
+def takes_tensors(optimizer: Optimizer) -> bool:
+    """Whether learning rates may be tensors, and nothing is asked of the device."""
+    return all(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+
+
+class Rates:
+    """Learning rates of an optimizer's groups as tensors."""
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self._groups = optimizer.param_groups
+        dtype = torch.float32 if device.type == "cuda" else torch.float64  # as torch's fused kernels read them
+        self._known: list[float] = [float(group[RATE]) for group in optimizer.param_groups]
+        self._tensors = [torch.tensor(rate, dtype=dtype, device=device) for rate in self._known]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The groups have tensors."""
+        before = [group[RATE] for group in self._groups]
+        for group, tensor in zip(self._groups, self._tensors, strict=True):
+            group[RATE] = tensor
+        try:
+            yield
+        finally:
+            for group, rate in zip(self._groups, before, strict=True):
+                group[RATE] = rate
+
+    def refresh(self) -> None:
+        """Writes the numbers that the groups have by now."""
+        for i, group in enumerate(self._groups):
+            rate = float(group[RATE])
+            if rate != self._known[i]:
+                self._tensors[i].fill_(rate)
+                self._known[i] = rate

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar.runtime.graphs import pool, transformer_engine
+from fxpar.runtime.graph_modes import recorder
+from fxpar.runtime.graphs import transformer_engine
 from fxpar.runtime.graphs.pool import StandInPool
 
 _WARM_UPS = 3
@@ -55,4 +56,4 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SimpleNamespace(make_graphed_callables=make_graphed_callables)
     monkeypatch.setattr(transformer_engine, "_engine", lambda: engine)
     monkeypatch.setattr(transformer_engine, "check_engine", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pool._tape.get() is not None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recorder.get() is not None)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fxpar
 from fxpar.checkpoint.sharded import local_of
-from fxpar.runtime.graphs.pool import poison
+from fxpar.runtime.prefetch import poison
 
 VOCABULARY = 256
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import fxpar
 from fxpar.errors import FxparError, InputError
-from fxpar.runtime.graphs.pool import StandInPool, poison
+from fxpar.runtime.graphs.pool import StandInPool
+from fxpar.runtime.prefetch import poison
 from tests.runtime import graphed
 from tests.runtime.compiled import Seen, watched
 from tests.runtime.graphed import Bag, Reading, Trained, as_it_is, gpt2, llama, train, two_layers, words

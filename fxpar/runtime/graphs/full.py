@@ -9,25 +9,26 @@ what variants differ by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fxpar.errors import InputError
-from fxpar.plan.option_groups import CudaGraphs
 from fxpar.runtime.bound_batch import BoundBatch
 from fxpar.runtime.calls import LoweredStep
 from fxpar.runtime.grad_buffers import Buffers, Waiting
-from fxpar.runtime.graphs.graph_cache import CachedGraphs, NoGraphs, PartialGraphs, Run, key_of, refuse_uncaptured
-from fxpar.runtime.graphs.optimizer import check_optimizer, state_of
+from fxpar.runtime.graph_modes import Run
+from fxpar.runtime.graphs.graph_cache import CachedGraphs, PartialGraphs, key_of, refuse_uncaptured
 from fxpar.runtime.graphs.partial import Static
 from fxpar.runtime.graphs.pool import Pool, Recording
 from fxpar.runtime.graphs.transformer_engine import EngineGraphs
 from fxpar.runtime.microbatches import StepOptions, StepResult
 from fxpar.runtime.random_state import RandomState
+from fxpar.runtime.training import RATE, takes_tensors
 
 
 def _state_of(options: StepOptions) -> Hashable:
@@ -175,21 +176,47 @@ class Iteration:
         self._result = None
 
 
+# An optimizer's step inside of a graph.
+
+
+def check_optimizer(optimizer: Any, device: torch.device) -> None:
+    """Refuses what cannot step in a graph.
+
+    Raises:
+        InputError: it is no optimizer, reads the device on the host, or has hooks.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise InputError(
+            f"a {type(optimizer).__name__} is no optimizer", where="optimizer", remedy="pass one of torch.optim"
+        )
+    name = type(optimizer).__name__
+    # torch refuses to step while a GPU captures where an optimizer that could be capturable is not.
+    waits = device.type == "cuda" and any(group.get("capturable") is False for group in optimizer.param_groups)
+    if waits or not takes_tensors(optimizer):
+        raise InputError(
+            "counts its steps on the host, and a graph runs no Python",
+            where=name,
+            remedy=f"make it with fused=True and, where it takes that, capturable=True: {name}(…, fused=True)",
+        )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise InputError(
+            "has hooks of steps, and a graph runs no Python", where=name, remedy="remove them, or step behind the graph"
+        )
+
+
+def state_of(optimizer: Optimizer) -> Hashable:
+    """Equal where a recorded step does the same: numbers but rates, and where parameters and state are."""
+    groups = []
+    for group in optimizer.param_groups:
+        numbers = tuple((k, v) for k, v in sorted(group.items()) if k not in ("params", RATE, "initial_lr"))
+        groups.append((repr(numbers), tuple(map(id, group["params"]))))
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return id(optimizer), tuple(groups), tuple(value.data_ptr() for value in values if isinstance(value, Tensor))
+
+
 # Classes of the modes by their names in a plan.
 MODES: dict[str, type[CachedGraphs]] = {
     "partial": PartialGraphs,
     "transformer_engine": EngineGraphs,
     "full_iteration": FullIterationGraphs,
 }
-
-
-def graphs_of(options: CudaGraphs, device: torch.device, enter: Callable[[], None]) -> NoGraphs:
-    """Returns the graphs of a module, of the mode that its plan names.
-
-    Args:
-        enter: called in front of what communicates.
-
-    Raises:
-        InputError: the mode needs a device or a library that is not there.
-    """
-    return MODES[options.impl](options, device, enter) if options.is_on else NoGraphs()

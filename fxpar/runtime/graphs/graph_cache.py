@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from fxpar.errors import InputError
 from fxpar.ir.program import describe, note
 from fxpar.plan.option_groups import CudaGraphs
 from fxpar.runtime.calls import ForwardCalls, LoweredStep, Runnable, StepCalls
-from fxpar.runtime.grad_buffers import Buffers, Waiting
+from fxpar.runtime.graph_modes import GraphFigures, MovingInputs, NoGraphs, RunForward
 from fxpar.runtime.graphs.partial import GraphedForward, GraphedStep
 from fxpar.runtime.graphs.pool import Pool, new_pool
-from fxpar.runtime.microbatches import StepOptions, StepResult
-from fxpar.runtime.random_state import RandomState
 
 
 class _Graphed(Protocol):
@@ -34,100 +30,6 @@ class _Graphed(Protocol):
 
 
 Made = TypeVar("Made", bound=_Graphed)
-
-
-# Gives the names of the values whose addresses change from call to call; only a mode that replays the call asks.
-MovingInputs = Callable[[], Collection[str]]
-# Runs a step with its microbatches and what gives its random state.
-Run = Callable[[Sequence[Any], Callable[[], Tensor]], StepResult]
-
-
-@dataclass(frozen=True)
-class GraphFigures:
-    """What graphs take.
-
-    Attributes:
-        graphs: how many there are.
-        variants: sets of shapes, addresses and modes that they are for.
-        seconds: that recording took.
-        bytes: memory that recording has left occupied; 0 where there is no GPU.
-    """
-
-    graphs: int
-    variants: int
-    seconds: float
-    bytes: int
-
-    def __str__(self) -> str:
-        size = f", for which they have taken {self.bytes / 2**20:,.0f} MiB of the device" if self.bytes else ""
-        return f"CUDA graphs: {self.graphs} for {self.variants} variants, recorded in {self.seconds:.2f} s{size}."
-
-
-class NoGraphs:
-    """What of a module's calls is replayed: nothing. Modes of CUDA graphs are subclasses.
-
-    Attributes:
-        is_on: whether any call is replayed.
-        holds_steps: whether one graph holds a whole training step, and no Python runs in it.
-    """
-
-    is_on = False
-    holds_steps = False
-
-    @property
-    def figures(self) -> GraphFigures | None:
-        """Returns what graphs take by now; None where the mode has none."""
-        return None
-
-    def check(self, step: LoweredStep) -> None:
-        """Refuses a step that graphs of the mode cannot hold.
-
-        Raises:
-            InputError: names the operation and the reason.
-        """
-
-    def step(self, calls: StepCalls, values: Mapping[str, Any], inputs: MovingInputs, key: Hashable) -> Runnable:
-        """Returns what runs forward and backward of a batch.
-
-        Args:
-            values: of the program's inputs, by name.
-            inputs: gives the names of those whose addresses change from call to call.
-            key: by what its graphs differ besides shapes and addresses.
-        """
-        return calls
-
-    def forward(
-        self, calls: ForwardCalls, values: Mapping[str, Any], inputs: MovingInputs, key: Hashable
-    ) -> GraphedForward | ForwardCalls:
-        """Returns what runs a forward alone; as for `step`."""
-        return calls
-
-    def train(
-        self,
-        batches: Sequence[Any],
-        run: Run,
-        options: StepOptions,
-        random: RandomState,
-        buffers: Buffers,
-        waiting: Waiting,
-    ) -> StepResult:
-        """Runs a training step.
-
-        Args:
-            batches: its microbatches, each a `BoundBatch`.
-            run: what the step does.
-            options: what else the step is called with.
-            random: the random state of steps that are not replayed.
-            buffers: of the gradients.
-            waiting: gradients that are not summed over the ranks yet, which no graph knows.
-
-        Raises:
-            InputError: something of the step cannot be replayed.
-        """
-        return run(batches, random.draw)
-
-    def close(self) -> None:
-        """Frees all graphs; no call can be made any more."""
 
 
 class CachedGraphs(NoGraphs):
@@ -151,13 +53,11 @@ class CachedGraphs(NoGraphs):
 
     def forward(
         self, calls: ForwardCalls, values: Mapping[str, Any], inputs: MovingInputs, key: Hashable
-    ) -> GraphedForward | ForwardCalls:
+    ) -> RunForward:
         """See `NoGraphs`."""
         moving = inputs()
         key = ("forward", id(calls), *key_of(values, moving), key)
-        forward: GraphedForward | ForwardCalls = self.variant(
-            key, lambda pool: GraphedForward(calls, moving, pool), calls
-        )
+        forward: RunForward = self.variant(key, lambda pool: GraphedForward(calls, moving, pool), calls)
         return forward
 
     def variant(self, key: Hashable, make: Callable[[Pool], Made], plain: Any) -> Any:

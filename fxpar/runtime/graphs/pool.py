@@ -10,8 +10,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -21,6 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.errors import InputError
 from fxpar.ops.small_operators import Destination, destinations, into
+from fxpar.runtime.calls import Boxed
+from fxpar.runtime.graph_modes import recorder
+from fxpar.runtime.prefetch import poison, storage_bytes
 from fxpar.torch_internals import disable_current_modes
 
 Result = TypeVar("Result")
@@ -141,12 +142,9 @@ def new_pool(device: torch.device) -> Pool:
 # What stands in for CUDA graphs where there is no GPU, so that all but the graphs themselves is tried without one.
 
 
-Boxed = Callable[[list[Any]], Sequence[Any]]
-
 _REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe)
 # Makes a tensor of numbers of the host: a copy that is not pinned.
 _FROM_HOST = torch.ops.aten.lift_fresh.default
-_POISON = 0xFF  # NaN in every floating type
 
 
 class Tape:
@@ -178,7 +176,7 @@ class Tape:
         for tensor in values:
             if _number(tensor) not in known:
                 known.add(_number(tensor))
-                whole = _bytes(tensor)
+                whole = storage_bytes(tensor)
                 self._before.append((whole, whole.clone()))
 
     def put_back(self) -> None:
@@ -201,6 +199,25 @@ class Tape:
                 static.copy_(torch.ops._c10d_functional.wait_tensor(leaves[i]))
 
         self._calls.append(again)
+
+    def run_opaque(self, function: Boxed, operands: list[Any]) -> Sequence[Any]:
+        """Runs a function whose kernels no mode sees, and adds it as one call."""
+        inputs, places = list(operands), [place for place in destinations() if place is not None]
+        operands.clear()
+        # What it writes besides its results are operands for the tape.
+        where = [None if place is None else places.index(place) for place in destinations()]
+
+        def again(*args: Any) -> Sequence[Any]:
+            targets = args[len(inputs) :]
+            with into([None if i is None else Destination(targets[i], places[i].adds) for i in where]):
+                return function(list(args[: len(inputs)]))
+
+        written = [place.tensor for place in places]
+        with disable_current_modes():
+            self.keep_values(written)
+            outputs = function(list(inputs))
+        self.add(again, [*inputs, *written], {}, outputs)
+        return outputs
 
     def _own(self, value: Tensor) -> Tensor:
         """What a call takes: of the tensors of others a view, so that it is seen whether anyone else keeps them."""
@@ -268,36 +285,6 @@ class _Recorder(TorchDispatchMode):
         return returned
 
 
-_tape: ContextVar[Tape | None] = ContextVar("fxpar's tape", default=None)
-
-
-def opaque(function: Boxed) -> Boxed:
-    """A function whose kernels no mode sees, as a tape takes it: one call."""
-
-    def call(operands: list[Any]) -> Sequence[Any]:
-        tape = _tape.get()
-        if tape is None:
-            return function(operands)
-        inputs, places = list(operands), [place for place in destinations() if place is not None]
-        operands.clear()
-        # What it writes besides its results are operands for the tape.
-        where = [None if place is None else places.index(place) for place in destinations()]
-
-        def again(*args: Any) -> Sequence[Any]:
-            targets = args[len(inputs) :]
-            with into([None if i is None else Destination(targets[i], places[i].adds) for i in where]):
-                return function(list(args[: len(inputs)]))
-
-        written = [place.tensor for place in places]
-        with disable_current_modes():
-            tape.keep_values(written)
-            outputs = function(list(inputs))
-        tape.add(again, [*inputs, *written], {}, outputs)
-        return outputs
-
-    return call
-
-
 class StandInPool(OneFlight):
     """Memory of tapes.
 
@@ -321,12 +308,12 @@ class StandInPool(OneFlight):
 
     @contextmanager
     def _onto(self, tape: Tape) -> Iterator[None]:
-        token = _tape.set(tape)
+        token = recorder.set(tape.run_opaque)
         try:
             with _Recorder(tape):
                 yield
         finally:
-            _tape.reset(token)
+            recorder.reset(token)
 
     @property
     def own(self) -> set[int]:
@@ -341,56 +328,3 @@ class StandInPool(OneFlight):
         for value in (*static, *written):
             if _number(value) not in live_numbers:
                 poison(value)
-
-
-@dataclass
-class _Late:
-    """A copy that has begun: where it goes, and what it reads."""
-
-    there: Tensor
-    value: Tensor
-
-
-class StandInSide:
-    """Copies that read as late as they may, and arrive as late as they may; see `fxpar.runtime.prefetch.Side`."""
-
-    def __init__(self) -> None:
-        self._begun: list[_Late] = []
-        self._unread: list[_Late] = []
-
-    def begin(self, value: Tensor) -> Tensor:
-        """See `Side`."""
-        there = torch.empty_like(value, memory_format=torch.contiguous_format)
-        poison(there)
-        self._begun.append(_Late(there, value))
-        return there
-
-    def sent(self) -> list[_Late]:
-        """See `Side`."""
-        begun, self._begun = self._begun, []
-        self._unread += begun
-        return begun
-
-    def synchronize(self) -> None:
-        """See `Side`."""
-        for late in self._unread:
-            late.value = late.value.clone()
-        self._unread.clear()
-
-    def hand_over(self, sent: list[_Late]) -> None:
-        """See `Side`."""
-        for late in sent:
-            late.there.copy_(late.value)
-
-    def stepped(self) -> None:
-        """See `Side`."""
-
-
-def poison(value: Tensor) -> None:
-    """Fills a tensor's storage with NaN, or with numbers that are no index."""
-    _bytes(value).fill_(_POISON)
-
-
-def _bytes(value: Tensor) -> Tensor:
-    """All of a tensor's storage."""
-    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from fxpar.errors import InputError
 from fxpar.plan.option_groups import CudaGraphs
 from fxpar.runtime.calls import GradientSink, LoweredStep, Runnable, StepCalls, Values
-from fxpar.runtime.graphs.graph_cache import MovingInputs, PartialGraphs, refuse_uncaptured
+from fxpar.runtime.graph_modes import MovingInputs
+from fxpar.runtime.graphs.graph_cache import PartialGraphs, refuse_uncaptured
 from fxpar.runtime.graphs.partial import Noting, copied
 from fxpar.runtime.graphs.pool import Flight, Pool
 

@@ -1,0 +1,148 @@
+"""Modes of CUDA graphs as the runtime calls them: what of a module's calls is replayed.
+
+Enters: calls of steps. Leaves: what runs them. Without graphs that is the call itself; modes are subclasses of
+`NoGraphs`, whose names `fxpar.api` fills in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpar.plan.option_groups import CudaGraphs
+from fxpar.runtime.calls import Boxed, ForwardCalls, LoweredStep, Runnable, StepCalls
+from fxpar.runtime.grad_buffers import Buffers, Waiting
+from fxpar.runtime.microbatches import StepOptions, StepResult
+from fxpar.runtime.random_state import RandomState
+
+# Gives the names of the values whose addresses change from call to call; only a mode that replays the call asks.
+MovingInputs = Callable[[], Collection[str]]
+# Runs a step with its microbatches and what gives its random state.
+Run = Callable[[Sequence[Any], Callable[[], Tensor]], StepResult]
+# Runs a forward alone, of values by name and sizes by symbol, and gives its outputs by name.
+RunForward = Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class GraphFigures:
+    """What graphs take.
+
+    Attributes:
+        graphs: how many there are.
+        variants: sets of shapes, addresses and modes that they are for.
+        seconds: that recording took.
+        bytes: memory that recording has left occupied; 0 where there is no GPU.
+    """
+
+    graphs: int
+    variants: int
+    seconds: float
+    bytes: int
+
+    def __str__(self) -> str:
+        size = f", for which they have taken {self.bytes / 2**20:,.0f} MiB of the device" if self.bytes else ""
+        return f"CUDA graphs: {self.graphs} for {self.variants} variants, recorded in {self.seconds:.2f} s{size}."
+
+
+class NoGraphs:
+    """What of a module's calls is replayed: nothing. Modes of CUDA graphs are subclasses.
+
+    Attributes:
+        is_on: whether any call is replayed.
+        holds_steps: whether one graph holds a whole training step, and no Python runs in it.
+    """
+
+    is_on = False
+    holds_steps = False
+
+    @property
+    def figures(self) -> GraphFigures | None:
+        """Returns what graphs take by now; None where the mode has none."""
+        return None
+
+    def check(self, step: LoweredStep) -> None:
+        """Refuses a step that graphs of the mode cannot hold.
+
+        Raises:
+            InputError: names the operation and the reason.
+        """
+
+    def step(self, calls: StepCalls, values: Mapping[str, Any], inputs: MovingInputs, key: Hashable) -> Runnable:
+        """Returns what runs forward and backward of a batch.
+
+        Args:
+            values: of the program's inputs, by name.
+            inputs: gives the names of those whose addresses change from call to call.
+            key: by what its graphs differ besides shapes and addresses.
+        """
+        return calls
+
+    def forward(
+        self, calls: ForwardCalls, values: Mapping[str, Any], inputs: MovingInputs, key: Hashable
+    ) -> RunForward:
+        """Returns what runs a forward alone; as for `step`."""
+        return calls
+
+    def train(
+        self,
+        batches: Sequence[Any],
+        run: Run,
+        options: StepOptions,
+        random: RandomState,
+        buffers: Buffers,
+        waiting: Waiting,
+    ) -> StepResult:
+        """Runs a training step.
+
+        Args:
+            batches: its microbatches, each a `BoundBatch`.
+            run: what the step does.
+            options: what else the step is called with.
+            random: the random state of steps that are not replayed.
+            buffers: of the gradients.
+            waiting: gradients that are not summed over the ranks yet, which no graph knows.
+
+        Raises:
+            InputError: something of the step cannot be replayed.
+        """
+        return run(batches, random.draw)
+
+    def close(self) -> None:
+        """Frees all graphs; no call can be made any more."""
+
+
+# Makes the graphs of a mode, by its name in a plan: of the plan's options, for a device; the last argument is called in
+# front of what communicates.
+MODES: dict[str, Callable[[CudaGraphs, torch.device, Callable[[], None]], NoGraphs]] = {}
+
+
+def graphs_of(options: CudaGraphs, device: torch.device, enter: Callable[[], None]) -> NoGraphs:
+    """Returns the graphs of a module, of the mode that its plan names.
+
+    Args:
+        enter: called in front of what communicates.
+
+    Raises:
+        InputError: the mode needs a device or a library that is not there.
+    """
+    return MODES[options.impl](options, device, enter) if options.is_on else NoGraphs()
+
+
+# Runs compiled code, whose kernels no mode of torch sees, as one call of what a stand-in for graphs records; None where
+# none does.
+recorder: ContextVar[Callable[[Boxed, list[Any]], Sequence[Any]] | None] = ContextVar("fxpar's recorder", default=None)
+
+
+def opaque(function: Boxed) -> Boxed:
+    """Returns compiled code as a recording takes it: one call."""
+
+    def call(operands: list[Any]) -> Sequence[Any]:
+        record = recorder.get()
+        return function(operands) if record is None else record(function, operands)
+
+    return call
