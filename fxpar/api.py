@@ -13,12 +13,12 @@ from fxpar.capture.capture import check_model, check_samples
 from fxpar.checkpoint.initial import open_alike
 from fxpar.checkpoint.safetensors_files import Checkpoint
 from fxpar.compile import check_arguments
+from fxpar.cudagraphs import full
 from fxpar.errors import InputError, shown
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
 from fxpar.runtime import graph_modes
-from fxpar.runtime.graphs import full
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.prefetch import Prefetched
 from fxpar.runtime.refusals import Unwrappable

@@ -290,7 +290,7 @@ class Plan:
         if dispatch != "static" and self.ep == 1:
             yield f"experts.dispatch={shown(dispatch)} is of experts on several ranks, and ep=1: give ep of at least 2"
         if dispatch == "dropless" and graphs.is_on:
-            # What stands between graphs has fixed addresses and sizes too (`fxpar.runtime.graphs.partial`).
+            # What stands between graphs has fixed addresses and sizes too (`fxpar.cudagraphs.partial`).
             yield (
                 "experts.dispatch='dropless' has sizes that no CUDA graph can hold: leave cuda_graphs out, or give "
                 "dispatch='static'"

@@ -19,7 +19,7 @@ from fxpar.passes.mark_regions import mark_regions
 from fxpar.plan.option_groups import CudaGraphs
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
-from tests.runtime.graphed import Reading
+from tests.cudagraphs.graphed import Reading
 from tests.zoo import CASES
 
 _TEXT = """\

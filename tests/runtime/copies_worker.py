@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 import fxpar
+from fxpar.cudagraphs.full import Iteration
 from fxpar.ops import peer_copies
 from fxpar.peer_memory import symmetric_buffer
 from fxpar.peer_memory.device import DeviceMailbox
 from fxpar.peer_memory.symmetric_buffer import needs
-from fxpar.runtime.graphs.full import Iteration
 from fxpar.runtime.steps import FinishedForward
-from tests.runtime.graphed import gpt2, llama, mixtral, train, words
+from tests.cudagraphs.graphed import gpt2, llama, mixtral, train, words
 
 STEPS, MICROBATCHES = 12, 2
 NCCL, COPY = fxpar.Communication("nccl"), fxpar.Communication("copy")

@@ -16,8 +16,8 @@ from fxpar.ops import peer_copies, process_group
 from fxpar.peer_memory import symmetric_buffer
 from fxpar.peer_memory.cpu_symmetric_buffer import HostMailbox
 from fxpar.runtime.world import World
+from tests.cudagraphs.graphed import VOCABULARY, gpt2, llama
 from tests.runtime.compiled import Deep, Seen, watched
-from tests.runtime.graphed import VOCABULARY, gpt2, llama
 
 _COST = fxpar.Cost(least_copy=1.0, copy_latency=1e-12)
 _BUILDS: dict[str, Callable[[], nn.Module]] = {

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fxpar
+from fxpar.cudagraphs.full import Iteration
+from fxpar.cudagraphs.partial import GraphedStep
 from fxpar.errors import FxparError
-from fxpar.runtime.graphs.full import Iteration
-from fxpar.runtime.graphs.partial import GraphedStep
 from fxpar.runtime.steps import FinishedForward
+from tests.cudagraphs.graphed import gpt2, words
 from tests.runtime.copies_worker import COSTS
-from tests.runtime.graphed import gpt2, words
 
 ODD = 1
 METHODS = [

@@ -19,7 +19,7 @@ from fxpar.ops.process_group import Group
 from fxpar.runtime import inductor
 from fxpar.runtime import units as units_module
 from fxpar.runtime.units import Segment, StepUnits, computing_again, dense, is_number, units_of
-from tests.runtime.graphed import mixtral, words
+from tests.cudagraphs.graphed import mixtral, words
 from tests.zoo import VOCABULARY, tokens
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from torch import Tensor
 import fxpar
 from fxpar.errors import InputError
 from fxpar.runtime.prefetch import Prefetched
-from tests.runtime.graphed import Bag, as_it_is, prefetched, reusing, train, words
+from tests.cudagraphs.graphed import Bag, as_it_is, prefetched, reusing, train, words
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["x", "y"])

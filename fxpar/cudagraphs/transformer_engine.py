@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpar.cudagraphs.graph_cache import PartialGraphs, refuse_uncaptured
+from fxpar.cudagraphs.partial import Noting, copied
+from fxpar.cudagraphs.pool import Flight, Pool
 from fxpar.errors import InputError
 from fxpar.plan.option_groups import CudaGraphs
 from fxpar.runtime.calls import GradientSink, LoweredStep, Runnable, StepCalls, Values
 from fxpar.runtime.graph_modes import MovingInputs
-from fxpar.runtime.graphs.graph_cache import PartialGraphs, refuse_uncaptured
-from fxpar.runtime.graphs.partial import Noting, copied
-from fxpar.runtime.graphs.pool import Flight, Pool
 
 _WHERE = "CudaGraphs('transformer_engine')"
 _FLIGHT, _OUTPUTS = "flight", "outputs"

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import fxpar
 from fxpar.errors import InputError
 from fxpar.runtime.module import ParallelModule
+from tests.cudagraphs import engine
 from tests.products import product
-from tests.runtime import engine
 from tests.runtime.world import World
 
 IMPLEMENTATIONS = ("none", "partial", "full_iteration")

@@ -13,13 +13,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from fxpar.cudagraphs.partial import GraphedForward, GraphedStep
+from fxpar.cudagraphs.pool import Pool, new_pool
 from fxpar.errors import InputError
 from fxpar.ir.program import describe, note
 from fxpar.plan.option_groups import CudaGraphs
 from fxpar.runtime.calls import ForwardCalls, LoweredStep, Runnable, StepCalls
 from fxpar.runtime.graph_modes import GraphFigures, MovingInputs, NoGraphs, RunForward
-from fxpar.runtime.graphs.partial import GraphedForward, GraphedStep
-from fxpar.runtime.graphs.pool import Pool, new_pool
 
 
 class _Graphed(Protocol):

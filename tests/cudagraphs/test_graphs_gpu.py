@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 import fxpar
-from fxpar.runtime.graphs.full import Iteration
-from fxpar.runtime.graphs.graph_cache import CachedGraphs
-from fxpar.runtime.graphs.partial import GraphedForward, GraphedStep
+from fxpar.cudagraphs.full import Iteration
+from fxpar.cudagraphs.graph_cache import CachedGraphs
+from fxpar.cudagraphs.partial import GraphedForward, GraphedStep
 from fxpar.runtime.prefetch import Prefetched
-from tests.runtime.graphed import Trained, gpt2, llama, prefetched, train, words
+from tests.cudagraphs.graphed import Trained, gpt2, llama, prefetched, train, words
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.runtime.graphed import gpt2, llama, train, words
+from tests.cudagraphs.graphed import gpt2, llama, train, words
 
 STEPS, MICROBATCHES = 100, 4
 PLANS: dict[str, tuple[Any, dict[str, Any]]] = {

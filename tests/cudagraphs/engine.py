@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fxpar.cudagraphs import transformer_engine
+from fxpar.cudagraphs.pool import StandInPool
 from fxpar.runtime.graph_modes import recorder
-from fxpar.runtime.graphs import transformer_engine
-from fxpar.runtime.graphs.pool import StandInPool
 
 _WARM_UPS = 3
 

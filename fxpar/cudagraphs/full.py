@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fxpar.cudagraphs.graph_cache import CachedGraphs, PartialGraphs, key_of, refuse_uncaptured
+from fxpar.cudagraphs.partial import Static
+from fxpar.cudagraphs.pool import Pool, Recording
+from fxpar.cudagraphs.transformer_engine import EngineGraphs
 from fxpar.errors import InputError
 from fxpar.runtime.bound_batch import BoundBatch
 from fxpar.runtime.calls import LoweredStep
 from fxpar.runtime.grad_buffers import Buffers, Waiting
 from fxpar.runtime.graph_modes import Run
-from fxpar.runtime.graphs.graph_cache import CachedGraphs, PartialGraphs, key_of, refuse_uncaptured
-from fxpar.runtime.graphs.partial import Static
-from fxpar.runtime.graphs.pool import Pool, Recording
-from fxpar.runtime.graphs.transformer_engine import EngineGraphs
 from fxpar.runtime.microbatches import StepOptions, StepResult
 from fxpar.runtime.random_state import RandomState
 from fxpar.runtime.training import RATE, takes_tensors

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpar.cudagraphs.pool import Flight, Pool, Recording
 from fxpar.errors import InputError
 from fxpar.ops.small_operators import Destination
 from fxpar.runtime.calls import ForwardCalls, GradientSink, StepCalls, UnitCall, Values
-from fxpar.runtime.graphs.pool import Flight, Pool, Recording
 
 _FLIGHT = "flight"
 # Runs a call of a list by its number.

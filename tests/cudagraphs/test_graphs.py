@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import fxpar
+from fxpar.cudagraphs.pool import StandInPool
 from fxpar.errors import FxparError, InputError
-from fxpar.runtime.graphs.pool import StandInPool
 from fxpar.runtime.prefetch import poison
-from tests.runtime import graphed
+from tests.cudagraphs import graphed
+from tests.cudagraphs.graphed import Bag, Reading, Trained, as_it_is, gpt2, llama, train, two_layers, words
 from tests.runtime.compiled import Seen, watched
-from tests.runtime.graphed import Bag, Reading, Trained, as_it_is, gpt2, llama, train, two_layers, words
 from tests.runtime.world import World
 
 IMPLS = ("partial", "full_iteration")
