@@ -21,6 +21,7 @@ from fxpar.ir.stages import Stage, holders, received_name
 from fxpar.ir.step import RNG_PATH, buffer_name, is_buffer, written
 from fxpar.ops.mesh_process_groups import hold, process_group
 from fxpar.ops.process_group import Group
+from fxpar.pipeline.compiler.builtin_schedules import schedule_of
 from fxpar.pipeline.compiler.schedules import Action, Phase, Schedule
 from fxpar.pipeline.compiler.simulation import Kind, received, sent
 from fxpar.plan.plan import Plan
@@ -30,7 +31,6 @@ from fxpar.runtime.buffer_updates import Written
 from fxpar.runtime.evaluation import Channels, Evaluation, part_of
 from fxpar.runtime.grad_buffers import Waiting
 from fxpar.runtime.microbatches import Microbatch, joined_loss, unit_of, weight
-from fxpar.runtime.programs import schedule_of
 from fxpar.runtime.rank_consensus import is_lost
 from fxpar.runtime.steps import FinishedForward, Steps
 from fxpar.runtime.world import World

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from fxpar.capture.capture import Captured, arguments
 from fxpar.capture.prepared_model import cast_inputs, in_precision, input_dtype
 from fxpar.compile import compile_model, compile_program
-from fxpar.errors import FxparError, InputError, ScheduleError
+from fxpar.errors import FxparError, InputError
 from fxpar.ir.program import PRECISION_DTYPES, Input, Program, TensorType, note, output_layouts
 from fxpar.ir.stages import holders
 from fxpar.ir.step import batch_symbol
@@ -32,9 +31,7 @@ from fxpar.passes import insert_collectives
 from fxpar.passes.annotate import annotate, keeping
 from fxpar.passes.divide_batch import of_all_ranks
 from fxpar.passes.partition_stages import holding, partition_stages
-from fxpar.pipeline.compiler.builtin_schedules import SCHEDULES, build_schedule
-from fxpar.pipeline.compiler.schedules import Schedule, read_schedule
-from fxpar.pipeline.compiler.simulation import verified
+from fxpar.pipeline.compiler.builtin_schedules import own_stages, rank_of, schedule_of
 from fxpar.plan.plan import Plan
 from fxpar.runtime import batch as calls
 from fxpar.runtime import variable_batches
@@ -471,34 +468,3 @@ def size_programs(known: Mapping[Any, Sequence[Compiled]]) -> tuple[str, ...]:
         is_one = len(programs) == 1 and not programs[0].captured.fixed and not programs[0].program.conditions
         texts += [] if is_one else [sizes_text(compiled.program) for compiled in programs]
     return tuple(texts)
-
-
-# Which stages of a pipeline a rank holds, and in what order it runs them.
-
-
-def schedule_of(plan: Plan, microbatches: int) -> Schedule:
-    """The plan's schedule of a step of so many microbatches; one that does not run is refused.
-
-    Raises:
-        ScheduleError: there is none for them, or it does not run.
-    """
-    name = plan.schedule or ("1f1b" if plan.virtual_stages == 1 else "interleaved_1f1b")
-    sizes = {"pp": plan.pp, "virtual_stages": plan.virtual_stages, "microbatches": microbatches}
-    is_named, size = name in SCHEDULES, plan.pipeline.group_size
-    schedule = build_schedule(name, **sizes, group_size=size) if is_named else read_schedule(Path(name), **sizes)
-    if schedule.forward_only:
-        remedy = "choose one that trains; plain calls run forwards alone under any"
-        raise ScheduleError("has no backward, and a step would train nothing", where=f"schedule {name}", remedy=remedy)
-    return verified(schedule).schedule
-
-
-def rank_of(plan: Plan) -> tuple[int, ...]:
-    """Returns, for each stage of a pipeline, the place of the rank that holds it."""
-    return schedule_of(plan, plan.microbatches).rank_of
-
-
-def own_stages(plan: Plan, place: int) -> tuple[int, ...]:
-    """The stages of the rank at a place of the pipeline, in order; none without a pipeline."""
-    if plan.pp == 1:
-        return ()
-    return schedule_of(plan, plan.microbatches).stages_of(place)

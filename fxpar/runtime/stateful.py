@@ -32,10 +32,11 @@ from fxpar.checkpoint.training_saves import Extras, TrainingProgress, resume_tra
 from fxpar.errors import InputError, shown
 from fxpar.ir.step import is_mixed, main_dtype
 from fxpar.layout.layout import Layout
+from fxpar.pipeline.compiler.builtin_schedules import own_stages
 from fxpar.plan.plan import Plan
 from fxpar.runtime.meta_model import attach, seal
 from fxpar.runtime.parameters import Elsewhere, MainParameter, WholeParameter
-from fxpar.runtime.programs import Programs, own_stages
+from fxpar.runtime.programs import Programs
 from fxpar.runtime.random_state import RandomState
 from fxpar.runtime.rank_consensus import Agreement, together_at_once
 from fxpar.runtime.refusals import Root, Settings

@@ -10,8 +10,8 @@ import torch
 
 import fxpar
 from fxpar.errors import PlanError, ScheduleError
+from fxpar.pipeline.compiler.builtin_schedules import own_stages, schedule_of
 from fxpar.pipeline.compiler.simulation import verified
-from fxpar.runtime.programs import own_stages, schedule_of
 from tests.runtime import pipelined
 from tests.runtime.pipelined import Trained
 

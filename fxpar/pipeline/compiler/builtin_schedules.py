@@ -1,6 +1,6 @@
-"""The schedules that fxpar knows, by name.
+"""The schedules that fxpar knows, by name, and which of them a plan names.
 
-Enters: a name and sizes. Leaves: a `Schedule`, unverified. Needs no torch.
+Enters: a name and sizes. Leaves: a `Schedule`, unverified; of a plan a verified one. Needs no torch.
 
 Written with p ranks, v chunks a rank, M microbatches in groups of N. The *table* is the order of a rank's forwards: for
 each group of N microbatches, for each chunk, the microbatches of the group; a short last group keeps what is left. The
@@ -12,9 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from fxpar.errors import ScheduleError, shown
-from fxpar.pipeline.compiler.schedules import Action, Phase, Schedule, Style, leading_forwards, refuse_many
+from fxpar.pipeline.compiler.schedules import (
+    Action,
+    Phase,
+    Schedule,
+    Style,
+    leading_forwards,
+    read_schedule,
+    refuse_many,
+)
+from fxpar.pipeline.compiler.simulation import verified
+from fxpar.plan.plan import Plan
 
 F, B, I, W = Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT  # noqa: E741
 
@@ -234,3 +245,38 @@ SCHEDULES = tuple(_MAKERS)
 # Those whose order depends on the size of groups; those that wait forever with some sizes.
 _BOUND = ("interleaved_1f1b", "zb_h1")
 _GROUPED = ("1f1b", *_BOUND, "forward_only")
+
+
+# Which stages of a pipeline a rank holds, and in what order it runs them.
+
+
+def schedule_of(plan: Plan, microbatches: int) -> Schedule:
+    """The plan's schedule of a step of so many microbatches; one that does not run is refused.
+
+    Raises:
+        ScheduleError: there is none for them, or it does not run.
+    """
+    name = plan.schedule or ("1f1b" if plan.virtual_stages == 1 else "interleaved_1f1b")
+    sizes = {"pp": plan.pp, "virtual_stages": plan.virtual_stages, "microbatches": microbatches}
+    is_named = name in SCHEDULES
+    schedule = (
+        build_schedule(name, **sizes, group_size=plan.pipeline.group_size)
+        if is_named
+        else read_schedule(Path(name), **sizes)
+    )
+    if schedule.forward_only:
+        remedy = "choose one that trains; plain calls run forwards alone under any"
+        raise ScheduleError("has no backward, and a step would train nothing", where=f"schedule {name}", remedy=remedy)
+    return verified(schedule).schedule
+
+
+def rank_of(plan: Plan) -> tuple[int, ...]:
+    """Returns, for each stage of a pipeline, the place of the rank that holds it."""
+    return schedule_of(plan, plan.microbatches).rank_of
+
+
+def own_stages(plan: Plan, place: int) -> tuple[int, ...]:
+    """The stages of the rank at a place of the pipeline, in order; none without a pipeline."""
+    if plan.pp == 1:
+        return ()
+    return schedule_of(plan, plan.microbatches).stages_of(place)
