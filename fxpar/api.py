@@ -20,12 +20,15 @@ from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
 from fxpar.runtime import graph_modes
 from fxpar.runtime.module import ParallelModule
+from fxpar.runtime.pipeline import PipelineExecutor
 from fxpar.runtime.prefetch import Prefetched
 from fxpar.runtime.refusals import Unwrappable
+from fxpar.runtime.runner import STAGE_RUNNERS
 from fxpar.runtime.world import connect, join, start_workers
 
 # The features of the runtime, which knows them by these registries alone.
 graph_modes.MODES.update(full.MODES)
+STAGE_RUNNERS["pp"] = PipelineExecutor
 
 _LONGEST_TIMEOUT = 1e7  # a third of a year; the process groups count in microseconds
 

@@ -43,14 +43,7 @@ class Evaluation:
         self._world, self._rank_of, self._channels = world, tuple(rank_of), channels
 
     def check(self, call: BoundBatch, has_leaves: bool) -> None:
-        """Refuses a call that is to be differentiated, on all ranks of the pipeline or on none. A collective call.
-
-        Args:
-            has_leaves: whether this rank holds something that is trained.
-
-        Raises:
-            InputError: gradients are on, and some rank trains.
-        """
+        """See `fxpar.runtime.runner.StageRunner`."""
         if not torch.is_grad_enabled() or not call.ready.differentiable:
             return
         met = self._world.agreement.meet("asks who trains", [int(has_leaves)])
@@ -68,12 +61,7 @@ class Evaluation:
         requested: Sequence[str],
         state: Callable[[], Tensor],
     ) -> dict[str, Tensor]:
-        """The wanted outputs by name. A collective call.
-
-        Args:
-            call: as `Runner.prepared` gave it.
-            state: gives the random state; it is asked for on all ranks or on none.
-        """
+        """See `StageRunner`."""
         self._world.agreement.enter()
         inputs = dict(call.values)
         draws = call.compiled.random_inputs

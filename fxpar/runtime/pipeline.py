@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from fxpar.checkpoint.sharded import Sharded, local_of
+from fxpar.checkpoint.sharded_ops import norms
 from fxpar.errors import InputError
 from fxpar.ir.program import Program, tensor_type
 from fxpar.ir.stages import Stage, holders, received_name
@@ -40,10 +42,8 @@ _LAST = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
 _Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
 
-class PipelineExecutor:
-    """The stages that a rank holds of a module.
-
-    Making one is a collective call.
+class PipelineExecutor(Evaluation):
+    """The stages that a rank holds of a module; a `fxpar.runtime.runner.StageRunner`.
 
     Args:
         waiting: gradients that are not summed over the ranks yet.
@@ -51,19 +51,14 @@ class PipelineExecutor:
     """
 
     def __init__(self, plan: Plan, world: World, waiting: Waiting, program: Program) -> None:
-        self._plan, self._world, self._waiting = plan, world, waiting
+        self._plan, self._waiting = plan, waiting
         self._schedules: dict[int, Schedule] = {}
         first = self.schedule(plan.microbatches)
-        self._channels = Channels(world, first)
+        super().__init__(world, first.rank_of, Channels(world, first))
         self._side = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
-        self.shared = TiedStageParams(
+        self._shared = TiedStageParams(
             world, {name: {first.rank_of[s] for s in stages} for name, stages in holders(program).items()}
         )
-
-    @property
-    def evaluation(self) -> Evaluation:
-        """Runs the stages without a backward, over the same channels."""
-        return Evaluation(self._world, self.schedule(self._plan.microbatches).rank_of, self._channels)
 
     def schedule(self, microbatches: int) -> Schedule:
         """That of a step of so many microbatches.
@@ -83,17 +78,7 @@ class PipelineExecutor:
         scaler: torch.amp.GradScaler | None,
         new: Written,
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Forward and backward of all microbatches, and the gradients of this rank's parameters by name.
-
-        Args:
-            calls: the microbatches, bound to this rank's weights; all ranks of a pipeline have the same.
-            state: gives the random state of the step.
-            scaler: scales what is differentiated.
-            new: takes the values of the buffers that any stage writes.
-
-        Raises:
-            InputError: microbatches that leave other gradients, or nothing to train.
-        """
+        """See `StageRunner`."""
         schedule = self.schedule(len(calls))
         self._world.agreement.enter()
         run = _PipelineStep(self, schedule, calls, self._random_state(calls, state), scaler, new)
@@ -116,16 +101,32 @@ class PipelineExecutor:
         loss, factor = self._loss(run, calls[0])
         return loss, {name: g if factor is None else g * factor for name, g in gradients.items()}
 
-    @property
-    def nothing(self) -> Tensor:
-        """The square of the norm of no gradients."""
-        return torch.zeros((), dtype=torch.float64, device=self._world.device)
-
-    def joined(self, squares: Tensor) -> Tensor:
-        """The norm of what all ranks of the pipeline have, of its square on this one. A collective call."""
+    def clip(self, parameters: Mapping[str, Tensor], max_norm: float) -> Tensor:
+        """See `StageRunner`."""
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        counted = [g for name, g in gradients.items() if name in self._shared.counted]
+        local_norms = norms([g if isinstance(g, Sharded) else local_of(g) for g in counted], 2.0, None)
+        # In float64: the square of a norm that float32 holds may be beyond it.
+        if local_norms:
+            squares = torch.stack([norm.double() for norm in local_norms]).square().sum()
+        else:
+            squares = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        some = next(iter(gradients.values() or parameters.values()), squares)
         total = squares.clone()
         dist.all_reduce(total, group=process_group(self._world.groups["pp"]))
-        return total.sqrt()
+        norm = total.sqrt().to(some.dtype)
+        nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm, foreach=True)
+        return norm
+
+    def join(self, scaler: torch.amp.GradScaler) -> None:
+        """See `StageRunner`."""
+        if not scaler.is_enabled():
+            return
+        untyped: Any = scaler
+        if not isinstance(untyped.__dict__.get("_unscale_grads_"), _Joined):
+            untyped._unscale_grads_ = _Joined(scaler, self._world)
+        # The last stage alone scales a loss, and a scaler has no scale before it has scaled something.
+        scaler.scale(torch.ones((), device=self._world.device))
 
     def _random_state(self, calls: Sequence[BoundBatch], state: Callable[[], Tensor]) -> Tensor | None:
         draws = any(call.compiled.random_inputs for call in calls)
@@ -164,7 +165,7 @@ class PipelineExecutor:
                 reduced = run.gradients[stage] if stage in run.gradients else pending.parameter(local)
                 for fqn, gradient in reduced.items():
                     gradients[fqn] = gradients[fqn] + gradient if fqn in gradients else gradient
-            return self.shared.summed(gradients, trained, zeros)
+            return self._shared.summed(gradients, trained, zeros)
 
         return dict(self._waiting.finished(totals, signature, finish))
 
@@ -373,17 +374,6 @@ class _Joined:
             total = total.maximum(value.to(total.device))
         dist.all_reduce(total, dist.ReduceOp.MAX, process_group(self._world.groups["pp"]))
         return {total.device: total}
-
-
-def join(scaler: torch.amp.GradScaler, world: World) -> None:
-    """Makes a scaler that of all stages."""
-    if not scaler.is_enabled():
-        return
-    untyped: Any = scaler
-    if not isinstance(untyped.__dict__.get("_unscale_grads_"), _Joined):
-        untyped._unscale_grads_ = _Joined(scaler, world)
-    # The last stage alone scales a loss, and a scaler has no scale before it has scaled something.
-    scaler.scale(torch.ones((), device=world.device))
 
 
 # Parameters that several stages of a pipeline hold: one value, whose gradients are summed.

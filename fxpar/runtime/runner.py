@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fxpar.checkpoint.sharded import Sharded, leaf_of
 from fxpar.errors import InputError
-from fxpar.ir.program import PRECISION_DTYPES, Parameter
+from fxpar.ir.program import PRECISION_DTYPES, Parameter, Program
 from fxpar.ir.step import is_buffer, is_copy, is_counted, is_mixed, written
+from fxpar.plan.plan import Plan
 from fxpar.rewrite.loss_reduction import COUNT
 from fxpar.runtime import batch as calls
 from fxpar.runtime.bound_batch import BoundBatch
 from fxpar.runtime.buffer_updates import Written
-from fxpar.runtime.evaluation import Evaluation
 from fxpar.runtime.grad_buffers import Buffers, Placing, TensorAddresses, Waiting
 from fxpar.runtime.inputs import Inputs, Shapes
 from fxpar.runtime.microbatches import Microbatch, MicrobatchResult, weight
@@ -29,6 +29,7 @@ from fxpar.runtime.parameters import Copies, Tensors
 from fxpar.runtime.programs import Programs
 from fxpar.runtime.random_state import RandomState
 from fxpar.runtime.stateful import Stateful
+from fxpar.runtime.world import World
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,62 @@ class _Weights:
         return self.version == version and self.addresses.holds(self.seen)
 
 
+class StageRunner(Protocol):
+    """Runs the stages of a pipeline that this rank holds. Making one is a collective call, and so are its methods."""
+
+    def check(self, call: BoundBatch, has_leaves: bool) -> None:
+        """Refuses a call that is to be differentiated, on all ranks of the pipeline or on none.
+
+        Args:
+            has_leaves: whether this rank holds something that is trained.
+
+        Raises:
+            InputError: gradients are on, and some rank trains.
+        """
+
+    def outputs(self, call: BoundBatch, requested: Sequence[str], state: Callable[[], Tensor]) -> dict[str, Tensor]:
+        """Returns the requested outputs of a forward alone, by name.
+
+        Args:
+            call: as `Runner.prepared` gave it.
+            state: gives the random state; it is asked for on all ranks or on none.
+        """
+
+    def step(
+        self,
+        calls: Sequence[BoundBatch],
+        state: Callable[[], Tensor],
+        scaler: torch.amp.GradScaler | None,
+        new: Written,
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Runs forward and backward of all microbatches; returns the loss, and this rank's gradients by parameter.
+
+        Args:
+            calls: the microbatches, bound to this rank's weights; all ranks of a pipeline have the same.
+            state: gives the random state of the step.
+            scaler: scales what is differentiated.
+            new: takes the values of the buffers that any stage writes.
+
+        Raises:
+            InputError: microbatches that leave other gradients, or nothing to train.
+        """
+
+    def clip(self, parameters: Mapping[str, Tensor], max_norm: float) -> Tensor:
+        """Scales gradients so that the norm of those of all stages is at most `max_norm`; returns the norm before.
+
+        Args:
+            parameters: this rank's, by name.
+        """
+
+    def join(self, scaler: torch.amp.GradScaler) -> None:
+        """Makes a scaler that of all stages."""
+
+
+# By axis, what makes a stage runner: of the gradients that are not summed over the ranks yet, and of the first program
+# after all passes. `fxpar.api` fills it in.
+STAGE_RUNNERS: dict[str, Callable[[Plan, World, Waiting, Program], StageRunner]] = {}
+
+
 class Runner:
     """Runs programs on the weights that a module has at each call.
 
@@ -67,10 +124,10 @@ class Runner:
         copies: of its main values, on which programs run in mixed precision; None in one precision.
         buffers: where gradients of whole steps go.
         waiting: gradients that are not summed over the ranks yet.
-        evaluation: runs the stages of a pipeline without a backward; None without one.
+        pipeline: runs the stages of one; None without.
     """
 
-    evaluation: Evaluation | None = None
+    pipeline: StageRunner | None = None
 
     def __init__(
         self,
@@ -101,9 +158,9 @@ class Runner:
     def _outputs(self, call: BoundBatch, requested: tuple[str, ...]) -> dict[str, Tensor]:
         call = self.prepared(call, torch.is_grad_enabled())
         every = (*requested, *filter(is_buffer, call.compiled.program.outputs))
-        if self.evaluation is not None:
-            self.evaluation.check(call, bool(call.leaves))
-            return self._committed(self.evaluation.outputs(call, every, self._random.draw))
+        if self.pipeline is not None:
+            self.pipeline.check(call, bool(call.leaves))
+            return self._committed(self.pipeline.outputs(call, every, self._random.draw))
         values, leaves = call.drawing(self._random.draw), call.leaves
         steps, trained, sizes = call.ready, frozenset(leaves), call.sizes
         if not torch.is_grad_enabled() or not leaves or not steps.differentiable:
@@ -382,7 +439,7 @@ class ForwardBackward:
     def _check_padding(self, call: BoundBatch) -> None:
         if call.unproven:
             assert self._inputs is not None, "only what was compared can be longer elsewhere"
-            if self._runner.evaluation is not None:
+            if self._runner.pipeline is not None:
                 raise InputError(
                     "the data ranks bring sequences of other lengths, and through a pipeline nothing shows whether "
                     "what pads them matters",

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxpar.checkpoint.sharded import Sharded, local_of
-from fxpar.checkpoint.sharded_ops import norms
+from fxpar.checkpoint.sharded import local_of
 from fxpar.errors import InputError, shown
 from fxpar.ir.program import Program
 from fxpar.plan.plan import Plan
@@ -28,9 +27,8 @@ from fxpar.runtime.grad_buffers import call_hooks
 from fxpar.runtime.graph_modes import NoGraphs
 from fxpar.runtime.microbatches import Microbatch, MicrobatchResult, StepOptions, StepResult, run_microbatches
 from fxpar.runtime.parameters import check_scaler
-from fxpar.runtime.pipeline import PipelineExecutor, join
 from fxpar.runtime.random_state import RandomState
-from fxpar.runtime.runner import ForwardBackward, Runner
+from fxpar.runtime.runner import STAGE_RUNNERS, ForwardBackward, Runner
 from fxpar.runtime.world import World
 
 
@@ -90,9 +88,9 @@ class Training:
         self._runner, self._batches, self._random, self._graphs = runner, batches, random, graphs
         self._tensors, self._buffers, self._waiting = runner.tensors, runner.buffers, runner.waiting
         self._rates: weakref.WeakKeyDictionary[Optimizer, Rates] = weakref.WeakKeyDictionary()
-        self._pipeline = PipelineExecutor(plan, world, runner.waiting, program) if plan.pp > 1 else None
-        if self._pipeline is not None:
-            runner.evaluation = self._pipeline.evaluation
+        if plan.pp > 1:
+            runner.pipeline = STAGE_RUNNERS["pp"](plan, world, runner.waiting, program)
+        self._pipeline = runner.pipeline
 
     def options(self, scaler: Any, optimizer: Optimizer | None, max_norm: Any) -> StepOptions:
         """Returns what a step is called with besides batches.
@@ -106,7 +104,7 @@ class Training:
         if max_norm is not None:
             check_norm(max_norm)
         if scaler is not None and self._pipeline is not None:
-            join(scaler, self._world)
+            self._pipeline.join(scaler)
         return StepOptions(scaler, optimizer, max_norm)
 
     @property
@@ -126,19 +124,7 @@ class Training:
         parameters = self.parameters
         if self._pipeline is None:
             return nn.utils.clip_grad_norm_(parameters.values(), max_norm, foreach=True)
-        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        counted = [g for name, g in gradients.items() if name in self._pipeline.shared.counted]
-        local_norms = norms([g if isinstance(g, Sharded) else local_of(g) for g in counted], 2.0, None)
-        # In float64: the square of a norm that float32 holds may be beyond it.
-        squares = (
-            torch.stack([norm.double() for norm in local_norms]).square().sum()
-            if local_norms
-            else self._pipeline.nothing
-        )
-        some = next(iter(gradients.values() or parameters.values()), squares)
-        norm = self._pipeline.joined(squares).to(some.dtype)
-        nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm, foreach=True)
-        return norm
+        return self._pipeline.clip(parameters, max_norm)
 
     def step(self, parts: Sequence[Any], count: int, options: StepOptions) -> StepResult:
         """Runs forward and backward of the microbatches of a step, and what ends it.
