@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 import fxpar
 from fxpar.checkpoint.sharded import local_of
 from fxpar.runtime.module import ParallelModule
+from tests.pipeline.runtime.pipeline_jobs import SECONDS, deep, parts, plan
 from tests.runtime import models
 from tests.runtime.jobs import Found, refusal
-from tests.runtime.pipeline_jobs import SECONDS, deep, parts, plan
 
 
 def training(options: dict[str, Any]) -> tuple[ParallelModule, torch.optim.Optimizer, Any]:

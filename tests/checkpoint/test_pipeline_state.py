@@ -11,9 +11,9 @@ import torch
 
 import fxpar
 from tests.checkpoint import pipeline_jobs as jobs
+from tests.pipeline.runtime.pipeline_jobs import deep
 from tests.runtime import models
 from tests.runtime.jobs import Found
-from tests.runtime.pipeline_jobs import deep
 from tests.runtime.world import World
 
 SPLIT = {"up.*": "column", "down.*": "row"}

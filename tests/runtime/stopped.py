@@ -15,9 +15,9 @@ from torch import Tensor
 import fxpar
 from fxpar.errors import FxparError
 from fxpar.runtime.steps import FinishedForward
+from tests.pipeline.runtime.pipeline_jobs import parts
 from tests.runtime import models
 from tests.runtime.jobs import Found
-from tests.runtime.pipeline_jobs import parts
 
 ODD = 1
 

@@ -9,7 +9,7 @@ import torch
 
 import fxpar
 from fxpar.errors import InputError
-from tests.runtime import pipeline_jobs
+from tests.pipeline.runtime import pipeline_jobs
 from tests.runtime.jobs import Found
 from tests.runtime.world import World
 from tests.zoo import CASES

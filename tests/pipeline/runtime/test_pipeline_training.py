@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.runtime import pipeline_jobs
+from tests.pipeline.runtime import pipeline_jobs
 from tests.runtime.jobs import Found
 from tests.runtime.world import World
 

@@ -12,8 +12,8 @@ import fxpar
 from fxpar.errors import PlanError, ScheduleError
 from fxpar.pipeline.compiler.builtin_schedules import own_stages, schedule_of
 from fxpar.pipeline.compiler.simulation import verified
-from tests.runtime import pipelined
-from tests.runtime.pipelined import Trained
+from tests.pipeline.runtime import pipelined
+from tests.pipeline.runtime.pipelined import Trained
 
 more = pytest.mark.matrix
 

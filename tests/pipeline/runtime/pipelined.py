@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fxpar
-from fxpar.runtime import pipeline
+from fxpar.pipeline.runtime import pipeline
 from tests.runtime.jobs import gradients
 from tests.zoo import CASES
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.runtime import models, pipeline_jobs
+from tests.pipeline.runtime import pipeline_jobs
+from tests.runtime import models
 from tests.runtime.jobs import Found
 from tests.runtime.world import World
 

@@ -26,11 +26,11 @@ from fxpar.ops.process_group import Group
 from fxpar.pipeline.compiler.builtin_schedules import schedule_of
 from fxpar.pipeline.compiler.schedules import Action, Phase, Schedule
 from fxpar.pipeline.compiler.simulation import Kind, received, sent
+from fxpar.pipeline.runtime.evaluation import Channels, Evaluation, part_of
 from fxpar.plan.plan import Plan
 from fxpar.rewrite.loss_reduction import COUNT
 from fxpar.runtime.bound_batch import BoundBatch
 from fxpar.runtime.buffer_updates import Written
-from fxpar.runtime.evaluation import Channels, Evaluation, part_of
 from fxpar.runtime.grad_buffers import Waiting
 from fxpar.runtime.microbatches import Microbatch, joined_loss, unit_of, weight
 from fxpar.runtime.rank_consensus import is_lost

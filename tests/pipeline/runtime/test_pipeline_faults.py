@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.runtime import faults, pipeline_jobs
+from tests.pipeline.runtime import pipeline_jobs
+from tests.runtime import faults
 from tests.runtime.world import JOBS, RankFailed, World
 
 
