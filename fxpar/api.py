@@ -20,15 +20,18 @@ from fxpar.passes import DEFAULT_PASSES
 from fxpar.pipeline.runtime.pipeline import PipelineExecutor
 from fxpar.plan.plan import Plan
 from fxpar.runtime import graph_modes
+from fxpar.runtime.mailboxes import Mailboxes
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.prefetch import Prefetched
 from fxpar.runtime.refusals import Unwrappable
 from fxpar.runtime.runner import STAGE_RUNNERS
+from fxpar.runtime.steps import TRANSPORTS
 from fxpar.runtime.world import connect, join, start_workers
 
 # The features of the runtime, which knows them by these registries alone.
 graph_modes.MODES.update(full.MODES)
 STAGE_RUNNERS["pp"] = PipelineExecutor
+TRANSPORTS["copy"] = Mailboxes
 
 _LONGEST_TIMEOUT = 1e7  # a third of a year; the process groups count in microseconds
 

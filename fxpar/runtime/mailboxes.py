@@ -36,10 +36,10 @@ _NOT_FASTER = "NCCL is faster between more than two GPUs (Communication('copy') 
 
 
 class Mailboxes:
-    """Those of one module.
+    """Those of one module; a `fxpar.runtime.steps.PeerMemory`.
 
     Attributes:
-        names: of the axes, and of joined ones (`dp-tp`), whose ranks copy what is large; the same on all ranks.
+        names: see `PeerMemory`.
         reasons: by name why the ranks of another cannot.
     """
 
@@ -131,19 +131,19 @@ class Mailboxes:
         return watch
 
     def mark(self) -> None:
-        """Tells that work was queued whose copies are waited for."""
+        """See `PeerMemory`."""
         for marks in self._marks:
             marks.mark()
 
     @property
     def reach(self) -> Reach:
-        """Which ranks can copy, and how much of this rank's memory they do it into."""
+        """See `PeerMemory`."""
         return Reach(
             self.names, self.reasons, sum(symmetric_buffer.mailbox(name).bytes for name in self._open.values())
         )
 
     def close(self) -> None:
-        """Frees their memory; what is compiled for them can no longer run."""
+        """See `PeerMemory`."""
         symmetric_buffer.close([*self._open.values()])
         for marks in self._marks:
             marks.watch.stop()

@@ -23,12 +23,12 @@ from fxpar.plan.plan import Plan
 from fxpar.runtime import batch as calls
 from fxpar.runtime.graph_modes import GraphFigures, graphs_of
 from fxpar.runtime.inputs import Inputs
-from fxpar.runtime.mailboxes import Mailboxes
 from fxpar.runtime.outputs import returned
 from fxpar.runtime.programs import Programs
 from fxpar.runtime.rank_consensus import together
 from fxpar.runtime.runner import ForwardBackward, Runner
 from fxpar.runtime.stateful import Stateful
+from fxpar.runtime.steps import TRANSPORTS
 from fxpar.runtime.training import StepFlags, Training, check_norm
 from fxpar.runtime.world import World
 
@@ -72,7 +72,7 @@ class ParallelModule(Stateful):
         world.agreement.step = lambda: random.step
         self._takes_lists = isinstance(example, list)
         self._graphs = graphs_of(plan.cuda_graphs, world.device, world.agreement.enter)
-        self._mailboxes = Mailboxes(plan, world)
+        self._mailboxes = TRANSPORTS["copy"](plan, world)
         self._programs = Programs(model, plan, world, loss, passes, self._graphs, self._mailboxes)
         facts = {"option check_inputs": str(check_inputs), **fingerprints(model)}
         self._programs.start(model, calls.canonical(example), facts)

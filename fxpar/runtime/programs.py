@@ -38,9 +38,8 @@ from fxpar.runtime import variable_batches
 from fxpar.runtime.bound_batch import BoundBatch, Compiled
 from fxpar.runtime.graph_modes import NoGraphs
 from fxpar.runtime.inputs import Shapes
-from fxpar.runtime.mailboxes import Mailboxes
 from fxpar.runtime.meta_model import skeleton_of
-from fxpar.runtime.steps import Steps
+from fxpar.runtime.steps import PeerMemory, Steps
 from fxpar.runtime.world import World
 from fxpar.text.printing import print_program
 from fxpar.verify.faithful import compare, compare_filled, findings
@@ -65,7 +64,7 @@ class Programs:
         loss: Callable[[Any, Any], Tensor] | str | None,
         passes: Sequence[Pass],
         graphs: NoGraphs,
-        mailboxes: Mailboxes,
+        mailboxes: PeerMemory,
     ) -> None:
         self.skeleton = skeleton_of(model, PRECISION_DTYPES[plan.precision])
         self.layouts: dict[str, Layout] = {}

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, fx
 
 from fxpar.compile import compile_step, lower_program, outlined
+from fxpar.cost.buffer_reuse import Reach
 from fxpar.ir.program import Program, output_layouts, output_node
 from fxpar.ir.stages import Stage, stages_of
 from fxpar.ir.step import is_gradient, is_input_gradient, output_of, parameter_gradients, written
@@ -37,7 +38,7 @@ from fxpar.runtime.calls import (
     eager_calls,
 )
 from fxpar.runtime.graph_modes import NoGraphs
-from fxpar.runtime.mailboxes import Mailboxes
+from fxpar.runtime.world import World
 
 if TYPE_CHECKING:
     from fxpar.runtime.compiled import Compiler
@@ -118,6 +119,33 @@ def _like(tangent: Tensor, dtype: torch.dtype) -> Tensor:
     return tangent.to(dtype).contiguous()
 
 
+class PeerMemory(Protocol):
+    """Memory of a module's ranks into which they copy in place of collectives. Making one is a collective call.
+
+    Attributes:
+        names: of the axes, and of joined ones (`dp-tp`), whose ranks copy what is large; the same on all ranks.
+    """
+
+    names: frozenset[str]
+
+    @property
+    def reach(self) -> Reach:
+        """Returns which ranks can copy, and how much of this rank's memory they do it into."""
+
+    def groups(self, program: Program) -> Mapping[str, Group]:
+        """Returns the groups of a program's axes, with what its copies go through. A collective call."""
+
+    def mark(self) -> None:
+        """Notes that work was queued whose copies are waited for."""
+
+    def close(self) -> None:
+        """Frees the memory; what is compiled for it can no longer run."""
+
+
+# By how values travel, what opens the memory of a module's ranks. `fxpar.api` fills it in.
+TRANSPORTS: dict[str, Callable[[Plan, World], PeerMemory]] = {}
+
+
 @dataclass
 class Steps:
     """What a rank runs of a program: its forward alone, and its steps.
@@ -144,7 +172,7 @@ class Steps:
     own: tuple[int, ...] = ()
     splits: bool = False
     is_stage: bool = False
-    mailboxes: Mailboxes | None = None
+    mailboxes: PeerMemory | None = None
     enter: Callable[[], None] = lambda: None
     _made: dict[Hashable, LoweredStep] = field(default_factory=dict)
     _eager: dict[Hashable, StepCalls] = field(default_factory=dict)
