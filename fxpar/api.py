@@ -17,10 +17,10 @@ from fxpar.cudagraphs import full
 from fxpar.errors import InputError, shown
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
+from fxpar.peer_memory.runtime.mailboxes import Mailboxes
 from fxpar.pipeline.runtime.pipeline import PipelineExecutor
 from fxpar.plan.plan import Plan
 from fxpar.runtime import graph_modes
-from fxpar.runtime.mailboxes import Mailboxes
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.prefetch import Prefetched
 from fxpar.runtime.refusals import Unwrappable

@@ -15,7 +15,7 @@ from fxpar.ir.program import Program, copy_node, note, update
 from fxpar.ir.properties import Property
 from fxpar.ir.regions import Region, inlined, region_of
 from fxpar.manager import Pass, register_pass
-from fxpar.peer_memory.symmetric_buffer import BUFFERS
+from fxpar.peer_memory.compiler.symmetric_buffer import BUFFERS
 
 
 @register_pass("exchange", requires={Property.STEP}, preserves="dataflow")

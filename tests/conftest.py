@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 gc.set_threshold(*GARBAGE)
 
 # Rooms whose files are long start first, so that no worker waits at the end for one that the other began late.
-LONG = ("samples", "packaging", "runtime", "cudagraphs", "testing", "checkpoint", "models")
+LONG = ("samples", "packaging", "runtime", "cudagraphs", "peer_memory", "testing", "checkpoint", "models")
 
 
 @pytest.fixture(scope="session")

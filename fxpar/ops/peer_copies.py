@@ -1,13 +1,14 @@
 """Coercions whose collective is copies between the ranks' memories: what a lowered graph calls for them.
 
-Enters: a rank's tensor, the name of a mailbox and the number of a buffer (`fxpar.peer_memory.symmetric_buffer`).
-Leaves: as the functions of the same names in `fxpar.ops.process_group`. Each is two calls: `start_…` sends, and the
-other waits and reads. A send gives what it sends along, so that it stays until it is there.
+Enters: a rank's tensor, the name of a mailbox and the number of a buffer
+(`fxpar.peer_memory.compiler.symmetric_buffer`). Leaves: as the functions of the same names in
+`fxpar.ops.process_group`. Each is two calls: `start_…` sends, and the other waits and reads. A send gives what it sends
+along, so that it stays until it is there.
 
 Of two ranks a sum is one copy of the whole each way and an addition, which a compiler may put into the kernel that
 reads it. Of more, each rank sums one block: blocks go to their owners, which add them in float32 and send the sum to
-all (`fxpar.peer_memory.symmetric_buffer`); the first half of this way is copies, and the second belongs to what reads
-the sum. Where nothing is computed beside a sum, all of it is one call (`one_shot_sum`).
+all (`fxpar.peer_memory.compiler.symmetric_buffer`); the first half of this way is copies, and the second belongs to
+what reads the sum. Where nothing is computed beside a sum, all of it is one call (`one_shot_sum`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch import Tensor
 from fxpar.ops import process_group as c
 from fxpar.ops.operator import torch_operator
 from fxpar.ops.process_group import Pieces
-from fxpar.peer_memory import symmetric_buffer
-from fxpar.peer_memory.row_programs import Extent, fits, read
-from fxpar.peer_memory.symmetric_buffer import Mailbox, mailbox, send_blocks, slot, slot_stride
+from fxpar.peer_memory.compiler import symmetric_buffer
+from fxpar.peer_memory.compiler.row_programs import Extent, fits, read
+from fxpar.peer_memory.compiler.symmetric_buffer import Mailbox, mailbox, send_blocks, slot, slot_stride
 
 # What is sent: `sum` and `gather` the whole, `scatter` and `exchange` to each rank its block; and what is made of it.
 _SUM, _GATHER, _SCATTER, _EXCHANGE = "sum", "gather", "scatter", "exchange"
@@ -205,7 +206,7 @@ def _of_rows(x: Tensor, operands: Sequence[Tensor], program: str, name: str, buf
 
 @torch_operator("one_shot_rows", fake=_of_rows, direct=True)
 def one_shot_rows(x: Tensor, operands: Sequence[Tensor], program: str, name: str, buffer: int) -> list[Tensor]:
-    """What is computed of the rows of a sum, with the sum in one call (`fxpar.peer_memory.row_programs`).
+    """What is computed of the rows of a sum, with the sum in one call (`fxpar.peer_memory.compiler.row_programs`).
 
     Args:
         x: [..., width], not empty.

@@ -26,7 +26,7 @@ from fxpar.ops import process_group as c
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import CollectiveSite, Gradients, LoweredCall, OnShapes, Operator, Reverse, Sent
 from fxpar.ops.rank_dim import Demand, Held, demanding
-from fxpar.peer_memory.symmetric_buffer import needs
+from fxpar.peer_memory.compiler.symmetric_buffer import needs
 from fxpar.signatures.engine import Refusal, Rule
 from fxpar.signatures.matmul import formula
 from fxpar.signatures.op_call import OpCall

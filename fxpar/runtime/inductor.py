@@ -45,8 +45,8 @@ from fxpar.ops import (
     random,
     small_operators,  # noqa: F401 - defines the operator
 )
+from fxpar.peer_memory.compiler.allreduce_epilogue_fusion import sums_in_rows
 from fxpar.plan.plan import Plan
-from fxpar.runtime.allreduce_epilogue_fusion import sums_in_rows
 from fxpar.runtime.graph_modes import opaque
 
 Boxed = Callable[[list[Any]], Sequence[Any]]

@@ -46,7 +46,7 @@ from fxpar.ops.collectives import COERCION_OF, all_reduce_coalesced, sum_gradien
 from fxpar.ops.dataflow import Expressions
 from fxpar.ops.operator import alike
 from fxpar.passes.differentiate import forward_of, of_outputs
-from fxpar.peer_memory.symmetric_buffer import BUFFERS
+from fxpar.peer_memory.compiler.symmetric_buffer import BUFFERS
 from fxpar.rules.table import inferred
 from fxpar.signatures.check_cache import Facts
 from fxpar.signatures.engine import Refusal

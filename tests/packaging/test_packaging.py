@@ -23,8 +23,8 @@ names = [module.name for module in pkgutil.walk_packages(fxpar.__path__, "fxpar.
 if importlib.util.find_spec("triton") is None:
     for name in ("dropout_kernels", "row_kernels", "dropped_kernels"):
         names.remove(f"fxpar.ops.{name}")
-    names.remove("fxpar.peer_memory.push_kernels")
-    names.remove("fxpar.peer_memory.push_needed")
+    names.remove("fxpar.peer_memory.runtime.push_kernels")
+    names.remove("fxpar.peer_memory.runtime.push_needed")
 for name in names:
     file = importlib.import_module(name).__file__
     assert file is not None and Path(file).is_relative_to(wheel), (name, file)

@@ -20,7 +20,7 @@ from fxpar.cudagraphs.partial import GraphedStep
 from fxpar.errors import FxparError
 from fxpar.runtime.steps import FinishedForward
 from tests.cudagraphs.graphed import gpt2, words
-from tests.runtime.copies_worker import COSTS
+from tests.peer_memory.runtime.copies_worker import COSTS
 
 ODD = 1
 METHODS = [

@@ -14,8 +14,8 @@ from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxpar.ops import peer_copies
-from fxpar.peer_memory import symmetric_buffer
-from fxpar.peer_memory.symmetric_buffer import Mailbox
+from fxpar.peer_memory.compiler import symmetric_buffer
+from fxpar.peer_memory.compiler.symmetric_buffer import Mailbox
 from fxpar.plan.plan import Plan
 from fxpar.runtime.inductor import Inductor
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
 
-from fxpar.peer_memory.row_programs import (
+from fxpar.peer_memory.compiler.row_programs import (
     REGISTERS,
     TILE,
     RowProgram,
@@ -33,7 +33,7 @@ from fxpar.peer_memory.row_programs import (
     warps_of,
     wide_type,
 )
-from fxpar.peer_memory.symmetric_buffer import row_blocks
+from fxpar.peer_memory.compiler.symmetric_buffer import row_blocks
 
 # Programs that send, and those that add. The first come first and wait for nobody: whatever else runs on the
 # multiprocessors, they end.
@@ -141,7 +141,7 @@ _ALL_WARPS = 2048
 _KERNEL = """
 import triton
 import triton.language as tl
-from fxpar.peer_memory.push_kernels import take_flag
+from fxpar.peer_memory.runtime.push_kernels import take_flag
 
 
 @triton.jit
@@ -251,7 +251,7 @@ _SENDING, _ADDING, _COMPUTING = 768, 1024, 2304
 _BLOCKS_KERNEL = """
 import triton
 import triton.language as tl
-from fxpar.peer_memory.push_kernels import take_flag
+from fxpar.peer_memory.runtime.push_kernels import take_flag
 
 
 @triton.jit

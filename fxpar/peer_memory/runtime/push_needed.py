@@ -1,7 +1,7 @@
 """Tokens for those GPUs that need them, and sums of what these made of them, in one kernel each.
 
 Enters: a rank's tensor, the experts that all tokens chose, memory of all ranks into which the others write, and flags
-of all. Leaves: what `fxpar.peer_memory.symmetric_buffer` gives, to the bit. Needs Triton.
+of all. Leaves: what `fxpar.peer_memory.compiler.symmetric_buffer` gives, to the bit. Needs Triton.
 
 Programs of two kinds run beside each other: the first write the rows that others need into their memory, and raise a
 flag behind each chunk of rows, whether anything of it was needed or not; the others wait for a chunk and read what is
@@ -21,9 +21,9 @@ import triton
 from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
 
-from fxpar.peer_memory.push_kernels import FLAGS
-from fxpar.peer_memory.row_programs import indented, parameters, wide_type
-from fxpar.peer_memory.symmetric_buffer import slot_stride
+from fxpar.peer_memory.compiler.row_programs import indented, parameters, wide_type
+from fxpar.peer_memory.compiler.symmetric_buffer import slot_stride
+from fxpar.peer_memory.runtime.push_kernels import FLAGS
 
 # Elements that a program moves at once, and columns of these at most; tiles that have one flag; its warps.
 _TILE, _COLUMNS, _TILES, _WARPS = 4096, 1024, 2, 8
@@ -33,7 +33,7 @@ _SENDING, _TAKING = 128, 128
 _HEAD = """
 import triton
 import triton.language as tl
-from fxpar.peer_memory.push_kernels import take_flag
+from fxpar.peer_memory.runtime.push_kernels import take_flag
 
 
 @triton.jit

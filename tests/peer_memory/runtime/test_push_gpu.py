@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpar.peer_memory.row_programs import Extent, RowProgram, RowStep
+from fxpar.peer_memory.compiler.row_programs import Extent, RowProgram, RowStep
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +26,7 @@ def words() -> tuple[Tensor, Tensor]:
 
 def summed(values: list[Tensor], run: Sum) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """What both ranks have, of some sums of the same values one after the other."""
-    from fxpar.peer_memory.push_kernels import FLAGS
+    from fxpar.peer_memory.runtime.push_kernels import FLAGS
 
     device, size = values[0].device, values[0].numel()
     areas = [[torch.full((size,), -7, device=device, dtype=values[0].dtype) for _ in range(2)] for _ in range(2)]
@@ -49,7 +49,7 @@ def summed(values: list[Tensor], run: Sum) -> Iterator[tuple[list[Tensor], list[
 @pytest.mark.parametrize("size", [1, 8191, 8192, 8193, 1_000_003, 12_582_912])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int64], ids=str)
 def test_both_ranks_have_the_same_sum(size: int, dtype: torch.dtype) -> None:
-    from fxpar.peer_memory.push_kernels import push_sum
+    from fxpar.peer_memory.runtime.push_kernels import push_sum
 
     values = [(torch.randn(size, device="cuda") * 9).to(dtype) for _ in range(2)]
     for own, other in summed(values, lambda *ends: [push_sum(*ends)]):
@@ -58,7 +58,7 @@ def test_both_ranks_have_the_same_sum(size: int, dtype: torch.dtype) -> None:
 
 
 def test_the_host_ends_waits_for_a_rank_that_never_comes() -> None:
-    from fxpar.peer_memory.push_kernels import FLAGS, push_sum
+    from fxpar.peer_memory.runtime.push_kernels import FLAGS, push_sum
 
     value = torch.randn(12_582_912, device="cuda").bfloat16()
     there, here = torch.zeros_like(value), torch.zeros_like(value)
@@ -108,7 +108,7 @@ ROWS = [(1, 2), (7, 24), (1000, 1536), (8192, 1536), (513, 4096), (8500, 4096), 
 @pytest.mark.parametrize(("rows", "width"), ROWS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_rows_of_sums(rows: int, width: int, dtype: torch.dtype) -> None:
-    from fxpar.peer_memory.push_kernels import push_rows
+    from fxpar.peer_memory.runtime.push_kernels import push_rows
 
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     program = norm(width, dtype, wide)
@@ -144,9 +144,9 @@ MORE: list[tuple[int, int, int, torch.dtype]] = [  # ranks, rows, width
 def test_rows_of_sums_over_more_ranks(
     monkeypatch: pytest.MonkeyPatch, ranks: int, rows: int, width: int, dtype: torch.dtype, is_sent: bool
 ) -> None:
-    from fxpar.peer_memory import push_kernels
-    from fxpar.peer_memory.push_kernels import FLAGS
-    from fxpar.peer_memory.symmetric_buffer import added, row_blocks
+    from fxpar.peer_memory.compiler.symmetric_buffer import added, row_blocks
+    from fxpar.peer_memory.runtime import push_kernels
+    from fxpar.peer_memory.runtime.push_kernels import FLAGS
 
     for name in ("_SENDING", "_ADDING", "_COMPUTING"):  # one GPU has room for the programs of all of them
         monkeypatch.setattr(push_kernels, name, 1024 // ranks)

@@ -20,11 +20,11 @@ from fxpar.layout.layout import Placement
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops import peer_copies
 from fxpar.ops.process_group import Group
-from fxpar.peer_memory.row_programs import Extent, RowProgram, RowStep, read
+from fxpar.peer_memory.compiler.allreduce_epilogue_fusion import sums_in_rows
+from fxpar.peer_memory.compiler.row_programs import Extent, RowProgram, RowStep, read
 from fxpar.plan.option_groups import Communication
 from fxpar.plan.plan import Plan
 from fxpar.runtime import inductor
-from fxpar.runtime.allreduce_epilogue_fusion import sums_in_rows
 from fxpar.runtime.compiled import CompiledUnits
 from fxpar.runtime.inductor import Inductor
 from tests.runtime.test_sent import NAME, Pair, pair

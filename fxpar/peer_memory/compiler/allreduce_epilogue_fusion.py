@@ -2,7 +2,7 @@
 
 Enters: the graph of a forward or of a backward, as Inductor gets it, of static shapes. Leaves: it; where a sum in one
 shot, or over more than two ranks, is followed by a residual connection or a norm, one call stands for all of it
-(`fxpar.peer_memory.row_programs`).
+(`fxpar.peer_memory.compiler.row_programs`).
 
 What belongs to a sum: in order, each operation on rows that reads one of the group, if all else that it reads was there
 before the sum. So no sum is moved, and nothing of the group waits for what waits for the group; views and small values
@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpar.peer_memory.row_programs import TYPES, Extent, RowProgram, RowStep, fits
+from fxpar.peer_memory.compiler.row_programs import TYPES, Extent, RowProgram, RowStep, fits
 
 aten, prims = torch.ops.aten, torch.ops.prims
+# `fxpar.ops.peer_copies` defines them, above this floor: whoever imports this file has imported that.
 _ops = torch.ops.fxpar
 
 # Values as large as the sum that a kernel reads besides, and that it writes.

@@ -14,8 +14,8 @@ from torch import Tensor
 import fxpar
 from fxpar.ops import peer_copies
 from fxpar.ops import selective_dispatch as operators
-from fxpar.peer_memory import symmetric_buffer
-from fxpar.peer_memory.cpu_symmetric_buffer import HostMailbox
+from fxpar.peer_memory.compiler import symmetric_buffer
+from fxpar.peer_memory.compiler.cpu_symmetric_buffer import HostMailbox
 from tests.passes.experts import ROWS, Routed, batch
 from tests.runtime.jobs import gradients
 

@@ -25,9 +25,9 @@ from fxpar.ir.regions import inlined
 from fxpar.mesh.axes import joined_names
 from fxpar.ops.mesh_process_groups import process_group
 from fxpar.ops.process_group import Group
-from fxpar.peer_memory import symmetric_buffer
-from fxpar.peer_memory.cpu_symmetric_buffer import HostMailbox, machine
-from fxpar.peer_memory.device import Watchdog, current_stream, end_process
+from fxpar.peer_memory.compiler import symmetric_buffer
+from fxpar.peer_memory.compiler.cpu_symmetric_buffer import HostMailbox, machine
+from fxpar.peer_memory.runtime.device import Watchdog, current_stream, end_process
 from fxpar.plan.plan import Plan
 from fxpar.runtime.world import World
 
@@ -94,7 +94,7 @@ class Mailboxes:
         members = next(ranks for ranks in self._world.mesh.groups(axis) if self._world.rank in ranks)
         rank, size = members.index(self._world.rank), len(members)
         if self._world.device.type == "cuda":
-            from fxpar.peer_memory.device import DeviceMailbox  # its symmetric memory takes a second to import
+            from fxpar.peer_memory.runtime.device import DeviceMailbox  # its symmetric memory takes a second to import
 
             device = self._world.device
             if not self._marks:
@@ -112,7 +112,7 @@ class Mailboxes:
 
     def _watch(self, device: torch.device) -> Watchdog:
         """Ends this process where its GPU waits for a copy for longer than ranks wait for each other."""
-        from fxpar.peer_memory.device import allow_while_captured
+        from fxpar.peer_memory.runtime.device import allow_while_captured
 
         def prepare() -> None:
             torch.cuda.set_device(device)

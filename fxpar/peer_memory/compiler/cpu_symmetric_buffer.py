@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.errors import RankError
-from fxpar.peer_memory.symmetric_buffer import Mailbox, rounded
+from fxpar.peer_memory.compiler.symmetric_buffer import Mailbox, rounded
 
 _WORD = 4
 # A wait looks so often before it lets other processes run, then it sleeps: ranks may be more than processors.

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fxpar
 from fxpar.errors import RankError
 from fxpar.ops import peer_copies, process_group
-from fxpar.peer_memory import symmetric_buffer
-from fxpar.peer_memory.cpu_symmetric_buffer import HostMailbox
+from fxpar.peer_memory.compiler import symmetric_buffer
+from fxpar.peer_memory.compiler.cpu_symmetric_buffer import HostMailbox
 from fxpar.runtime.world import World
 from tests.cudagraphs.graphed import VOCABULARY, gpt2, llama
 from tests.runtime.compiled import Deep, Seen, watched

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar.peer_memory.device import Watchdog
+from fxpar.peer_memory.runtime import mailboxes
+from fxpar.peer_memory.runtime.device import Watchdog
+from fxpar.peer_memory.runtime.mailboxes import why_not_copy
 from fxpar.plan.option_groups import Recompute
-from fxpar.runtime import mailboxes
-from fxpar.runtime.mailboxes import why_not_copy
-from tests.runtime import mailbox_jobs
+from tests.peer_memory.runtime import mailbox_jobs
 from tests.runtime.world import World
 
 PLANS: list[Any] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxpar.peer_memory.symmetric_buffer import added, needs, slot_stride
+from fxpar.peer_memory.compiler.symmetric_buffer import added, needs, slot_stride
 
 pytestmark = pytest.mark.gpu
 
@@ -34,8 +34,8 @@ def test_each_rank_has_what_it_needs(
     way: str,
 ) -> None:
     """Behind the last rank's experts are some that nobody holds, and what is not sent is no number."""
-    from fxpar.peer_memory import push_needed
-    from fxpar.peer_memory.push_kernels import FLAGS
+    from fxpar.peer_memory.runtime import push_needed
+    from fxpar.peer_memory.runtime.push_kernels import FLAGS
 
     # A GPU has room for the programs of all: one on each multiprocessor, since they may take most of its registers.
     for name in ("_SENDING", "_TAKING"):

@@ -24,8 +24,8 @@ import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from fxpar.errors import InputError, RankError
-from fxpar.peer_memory.row_programs import fits, sum_alone
-from fxpar.peer_memory.symmetric_buffer import Mailbox, row_blocks, slot_stride
+from fxpar.peer_memory.compiler.row_programs import fits, sum_alone
+from fxpar.peer_memory.compiler.symmetric_buffer import Mailbox, row_blocks, slot_stride
 
 _WORD = 4
 # Seconds for which the flags of a stopped mailbox are raised again, and from one time to the next; and within which the
@@ -131,7 +131,7 @@ class DeviceMailbox(Mailbox):
             return self.rows_of_total(buffer, x, sum_alone(width).text, (), is_sent)[0]
         if self.size > 2:
             return super().total(buffer, x, is_sent)
-        from fxpar.peer_memory.push_kernels import push_sum
+        from fxpar.peer_memory.runtime.push_kernels import push_sum
 
         there, here, flags_there, flags_here = self._ends(buffer, x)
         return push_sum(x.view(-1), there.view(-1), here.view(-1), flags_there, flags_here, self._stop).view(x.shape)
@@ -141,10 +141,10 @@ class DeviceMailbox(Mailbox):
     ) -> list[Tensor]:
         """By one kernel too, behind the copies if there are any."""
         if self.size == 2:
-            from fxpar.peer_memory.push_kernels import push_rows
+            from fxpar.peer_memory.runtime.push_kernels import push_rows
 
             return push_rows(text, x, *self._ends(buffer, x), self._stop, operands)
-        from fxpar.peer_memory.push_kernels import push_blocks
+        from fxpar.peer_memory.runtime.push_kernels import push_blocks
 
         areas = self.areas(buffer, row_blocks(x, self.size).bytes)
         if is_sent:
@@ -154,14 +154,14 @@ class DeviceMailbox(Mailbox):
 
     def expanded(self, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
         """By one kernel."""
-        from fxpar.peer_memory.push_needed import push_expanded
+        from fxpar.peer_memory.runtime.push_needed import push_expanded
 
         areas = self._slots(buffer, x)
         return push_expanded(x, chosen, per_rank, self.rank, areas, self._kernel_flags(buffer), self._stop)
 
     def summed(self, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
         """By one kernel."""
-        from fxpar.peer_memory.push_needed import push_summed
+        from fxpar.peer_memory.runtime.push_needed import push_summed
 
         areas = self._slots(buffer, x[0])
         return push_summed(x, chosen, per_rank, self.rank, areas, self._kernel_flags(buffer), self._stop)
@@ -178,7 +178,7 @@ class DeviceMailbox(Mailbox):
 
     def _kernel_flags(self, buffer: int) -> Sequence[Tensor]:
         """Those of all ranks that kernels raise, int32[FLAGS] each."""
-        from fxpar.peer_memory.push_kernels import FLAGS
+        from fxpar.peer_memory.runtime.push_kernels import FLAGS
 
         if buffer not in self._flags:
             areas = self.areas(-buffer, FLAGS * _WORD)

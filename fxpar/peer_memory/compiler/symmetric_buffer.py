@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fxpar.errors import InputError, RankError
-from fxpar.peer_memory.row_programs import read
+from fxpar.peer_memory.compiler.row_programs import read
 
 # Bytes in which areas begin and grow; any element type is aligned there.
 _GRAIN = 1 << 12

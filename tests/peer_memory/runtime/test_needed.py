@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fxpar.plan.option_groups import Experts
-from tests.runtime import needed_jobs
+from tests.peer_memory.runtime import needed_jobs
 from tests.runtime.world import World
 
 TWO, FOUR = {"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}

@@ -19,9 +19,9 @@ import torch.distributed as dist
 import fxpar
 from fxpar.cudagraphs.full import Iteration
 from fxpar.ops import peer_copies
-from fxpar.peer_memory import symmetric_buffer
-from fxpar.peer_memory.device import DeviceMailbox
-from fxpar.peer_memory.symmetric_buffer import needs
+from fxpar.peer_memory.compiler import symmetric_buffer
+from fxpar.peer_memory.compiler.symmetric_buffer import needs
+from fxpar.peer_memory.runtime.device import DeviceMailbox
 from fxpar.runtime.steps import FinishedForward
 from tests.cudagraphs.graphed import gpt2, llama, mixtral, train, words
 

@@ -13,7 +13,7 @@ import torch
 pytestmark = pytest.mark.gpu
 two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 four = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHARED = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}  # several ranks of a GPU
 
 
