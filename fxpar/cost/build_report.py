@@ -6,16 +6,17 @@ its stages, whose steps are of one microbatch. No process group, no values.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+import sympy
 import torch
 
 from fxpar.cost.buffer_reuse import Reach, why_not_copied
-from fxpar.cost.closed_form import exponents, fit, points
 from fxpar.cost.communication import Collective, collectives, in_input_sizes, layer_of, symbol_sizes, value_bytes
 from fxpar.cost.figures import (
     RANK_PARTS,
@@ -33,17 +34,19 @@ from fxpar.cost.parameter_memory import OPTIMIZERS, OptimizerKind, copy_bytes, h
 from fxpar.cost.reasons import remarks, whole_matrices, without_rule
 from fxpar.cost.stage_cut_points import in_flight, stage_shares
 from fxpar.errors import CheckFailed, InputError, shown
-from fxpar.ir.program import Parameter, Program, note, output_types
+from fxpar.ir.program import Parameter, Program, note, operands, output_types
 from fxpar.ir.regions import inlined
 from fxpar.ir.stages import received_name
 from fxpar.ir.step import RNG_PATH, held_type
-from fxpar.ir.symbols import in_groups_of
-from fxpar.layout.symbolic_sizes import evaluate, parse_size, product, simplify
+from fxpar.ir.symbols import balanced, in_groups_of
+from fxpar.layout.symbolic_sizes import Size, evaluate, names, parse_size, product, simplify, symbol
 from fxpar.mesh.axes import coordinates
 from fxpar.ops.lower import Lowered
+from fxpar.ops.operator import alike
 from fxpar.plan.plan import Plan
 
 _TOTAL = "all"
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _MOST_BYTES = 2**52  # intermediate results of a step are some times as large, and must stay below 2**63
 
 
@@ -249,10 +252,10 @@ def part_of(module: str) -> str:
 def _activations(
     program: Program, step: Measured, sizes: Mapping[str, int], count: Callable[[Mapping[str, int]], Measured]
 ) -> Activations:
-    powers = exponents(program)
-    where = points(powers, sizes)
+    powers = occurring_powers(program)
+    where = sample_sizes(powers, sizes)
     measured = [_by_part(step.saved if point == sizes else count(point).saved) for point in where]
-    fitted = fit(powers, where, measured)
+    fitted = fit_polynomials(powers, where, measured)
     formulas = {part: in_input_sizes(program, size) for part, size in fitted.items() if size is not None}
     tensors = Counter(part_of(tensor.module) for tensor in step.saved)
     return Activations(tensors, _by_part(step.saved), formulas)
@@ -443,3 +446,76 @@ def _joined_modules(reports: Sequence[Report]) -> tuple[ModuleMemory, ...]:
         for stage, report in enumerate(reports)
         for module in report.modules
     )
+
+
+# Bytes in closed form are the polynomial in the sizes that counts at a few sizes lie on, with exact coefficients. Which
+# powers can occur is read from the shapes in the program, downward closed (with b*s**2 also b*s, s, …): for such a set
+# of exponents the lattice of the exponents themselves determines the polynomial (Chung and Yao, "On lattices admitting
+# unique Lagrange interpolations", SIAM J. Numer. Anal. 1977). Nothing is taken for granted: a point that had no part in
+# it must agree.
+
+Powers = tuple[int, ...]
+
+
+def occurring_powers(program: Program) -> list[Powers]:
+    """Returns the powers of the program's symbols, in their order, that sizes of its values are made of, sorted."""
+    order = [symbol(s.name) for s in program.symbols]
+    shapes = {kind.shape for node in program.graph.nodes if node.op != "output" for kind in output_types(node)}
+    for node in program.graph.nodes:
+        if alike(node.target) is _ATTENTION:  # its scores are no value of the graph
+            query, key = (output_types(operand)[0].shape for operand in operands(node)[:2])
+            shapes.add((*query[:-1], key[-2]))
+    monomials = {(0,) * len(order)}
+    for size in {balanced(program.counted, product(shape)) for shape in shapes if names(shape)}:
+        if sympy.sympify(size).is_polynomial(*order):
+            for powers in sympy.Poly(size, *order).monoms():
+                monomials.update(itertools.product(*[range(power + 1) for power in powers]))
+    return sorted(monomials)
+
+
+def sample_sizes(powers: Sequence[Powers], sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    """Returns where to count: one point for each power, the first at `sizes`, and behind them one to check.
+
+    Towards smaller sizes where there is room, since models bound their sizes from above. Never below 2: what has one
+    row alone is laid out otherwise.
+    """
+    base = {name: max(size, 2) for name, size in sizes.items()}
+    steps = {}
+    for index, (name, size) in enumerate(base.items()):
+        most = max(power[index] for power in powers)
+        steps[name] = -1 if size - most - 1 >= 2 else 1
+    lattice = [_moved(base, steps, power) for power in powers]
+    farther = [max(power[index] for power in powers) + 1 for index in range(len(base))]
+    return [*lattice, _moved(base, steps, farther)]
+
+
+def _moved(base: Mapping[str, int], steps: Mapping[str, int], by: Sequence[int]) -> dict[str, int]:
+    return {name: size + steps[name] * times for (name, size), times in zip(base.items(), by, strict=True)}
+
+
+def fit_polynomials(
+    powers: Sequence[Powers], where: Sequence[Mapping[str, int]], counts: Sequence[Mapping[str, int]]
+) -> dict[str, Size | None]:
+    """Returns polynomials by name; None where the last point does not lie on the one through the others.
+
+    Args:
+        powers: of the symbols, as `occurring_powers` gives them.
+        where: as `sample_sizes` gives them.
+        counts: what was counted there, by name.
+    """
+    keys = list(dict.fromkeys(key for count in counts for key in count))
+    rows = [
+        [prod(size**e for size, e in zip(point.values(), power, strict=True)) for power in powers] for point in where
+    ]
+    values = [[count.get(key, 0) for key in keys] for count in counts]
+    solved = sympy.Matrix(rows[:-1]).LUsolve(sympy.Matrix(values[:-1]))
+    predicted = sympy.Matrix([rows[-1]]) * solved
+    monomials = [
+        prod((symbol(n) ** e for n, e in zip(where[0], power, strict=True)), start=sympy.Integer(1)) for power in powers
+    ]
+    polynomials: dict[str, Size | None] = {}
+    for column, key in enumerate(keys):
+        terms = [solved[row, column] * monomial for row, monomial in enumerate(monomials)]
+        agrees = predicted[0, column] == values[-1][column]
+        polynomials[key] = simplify(sympy.Add(*terms)) if agrees else None
+    return polynomials
