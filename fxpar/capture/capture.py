@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from fxpar.capture.convert import CallSpec, convert
 from fxpar.capture.eager import compare, walk
 from fxpar.capture.expert_modules import named_experts
-from fxpar.capture.floats import floats_as_tensors
 from fxpar.capture.guards import check_model, check_samples
 from fxpar.capture.prepared_model import cast_inputs, input_dtype
 from fxpar.capture.python_state import OtherMemos
 from fxpar.capture.rowwise import check_row_wise
-from fxpar.capture.size_expressions import SizeError, check_splits, check_views
+from fxpar.capture.size_expressions import SizeError, check_splits, check_views, floats_as_tensors
 from fxpar.capture.trace import Trace, arguments, trace
 from fxpar.errors import CaptureError, PlanError
 from fxpar.ir.grad_flow import carried
