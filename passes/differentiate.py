@@ -48,9 +48,9 @@ from fxpar.ops.collectives import dual_layout, of_parameter
 from fxpar.ops.operator import Operator, Reverse
 from fxpar.ops.random import attention
 from fxpar.passes.prune import prune
-from fxpar.rewrite.derive import Derivatives, Derived, Needs, items_of
+from fxpar.rewrite.derive import Derivatives, Needs
 from fxpar.rewrite.emit import BackwardEmitter, whole_call_of
-from fxpar.rewrite.forms import DerivativeCache
+from fxpar.rewrite.forms import DerivativeCache, Derived, items_of
 
 aten = torch.ops.aten
 

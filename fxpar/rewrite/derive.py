@@ -1,63 +1,107 @@
-"""The derivative of one operation of PyTorch in a program: its traced backward as typed nodes."""
+"""Derivatives of a program's calls, as autograd computes them on global shapes.
+
+Autograd's formulas are torch's own; none is written here. A call is traced once for its operator, numbers and types:
+equal layers repeat them.
+"""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import combinations
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.node import map_arg
 
 from fxpar.errors import FxparError, InputError
 from fxpar.ir.grad_flow import plain
-from fxpar.ir.program import ScalarType, TensorType, describe, has_note, note, operands, output_types
+from fxpar.ir.program import ScalarType, TensorType, describe, note, operands
 from fxpar.ir.symbols import Condition, Counted, Symbol
-from fxpar.rewrite.emit import BackwardEmitter
-from fxpar.rewrite.forms import BY_ITEM, form_of
-from fxpar.rewrite.symints import MORE, Assumed, SymbolicSizes
-from fxpar.rewrite.traced_derivative import Derivative, Number, Operand, trace
+from fxpar.rewrite.composed import COMPOSED
+from fxpar.rewrite.symints import MORE, Assumed, Number, SymbolicSizes
 from fxpar.signatures.autograd_functions import resolve_function
+from fxpar.torch_internals import get_decompositions
 
 aten = torch.ops.aten
 
-# Nothing is written to: a copy is what it is a copy of.
-_SAME = frozenset({aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh_copy.default})
-# Of what the backward needs these are made again there: they cost nothing, and a saved view would keep two names.
-_VIEWS = frozenset(
-    {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.t.default,
-        aten.transpose.int,
-        aten.permute.default,
-        aten.expand.default,
-        aten.unsqueeze.default,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.slice.Tensor,
-        aten.select.int,
-    }
-)
-_LITERALS = frozenset({"device", "pin_memory", "layout"})
+# Of which PyTorch's function of shapes takes no symbolic sizes.
+_DECOMPOSED: Any = get_decompositions([aten.baddbmm, aten.addmm, aten.addbmm, aten.addmv, aten.addr, aten.lerp])
+
 # What PyTorch raises where a derivative or a function of shapes is missing.
 _FAILURES = (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError, IndexError)
-
-
-_REMEDY = "detach its operand, or write it with other operations"
-
 
 # So many programs' symbols are remembered. A step is differentiated when it is made and when it is checked, and a
 # model's programs for training, for evaluation and for other batches repeat the same calls.
 _PROGRAMS = 8
 # Of one call: a trace names all that it has assumed so far, and assumes more where that is known.
 _MOST_CONDITIONS = 8
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor argument of a call.
+
+    Attributes:
+        index: which of the call's tensors it is.
+        kind: its type.
+        differentiated: whether its gradient is wanted.
+    """
+
+    index: int
+    kind: TensorType
+    differentiated: bool
+
+
+@dataclass(frozen=True)
+class Derivative:
+    """A traced call.
+
+    Attributes:
+        graph: placeholders are the call's tensors, then the gradients of its outputs.
+        tensors: placeholders of the call's tensors.
+        tangents: placeholders of the gradients of its outputs, those that were given.
+        outputs: what the forward returns; None for what is no tensor.
+        forward: nodes of the forward.
+        gradients: by index of the operand, None where there is none.
+        sizes: reads sizes off the values that nodes have under `meta["val"]`.
+    """
+
+    graph: fx.Graph
+    module: fx.GraphModule
+    tensors: tuple[fx.Node, ...]
+    tangents: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node | None, ...]
+    forward: frozenset[fx.Node]
+    gradients: Mapping[int, fx.Node | None]
+    sizes: SymbolicSizes
+    _types: dict[fx.Node, TensorType | tuple[TensorType, ...]] = field(default_factory=dict, repr=False)
+
+    def type_of(self, node: fx.Node) -> Any:
+        """The type of a value of the trace, a tuple of several; each call of a program that was traced once asks."""
+        if node not in self._types:
+            value = node.meta["val"]
+            if isinstance(value, Tensor):
+                self._types[node] = self.sizes.type_of(value)
+            else:
+                dtype = next(item.dtype for item in value if item is not None)
+                absent = TensorType(dtype, (0,))  # a gradient that nobody asks for
+                self._types[node] = tuple(absent if item is None else self.sizes.type_of(item) for item in value)
+        return self._types[node]
+
+    @cached_property
+    def needed(self) -> tuple[fx.Node, ...]:
+        """Nodes of the backward on which a gradient depends, in order."""
+        needed: set[fx.Node] = {node for node in self.gradients.values() if node is not None}
+        for node in reversed(self.graph.nodes):
+            if node in needed:
+                needed.update(node.all_input_nodes)
+        backward = (node for node in self.graph.nodes if node.op == "call_function")
+        return tuple(node for node in backward if node in needed and node not in self.forward)
 
 
 @dataclass(frozen=True)
@@ -282,140 +326,200 @@ def _not_differentiated(node: fx.Node, error: BaseException) -> InputError:
     )
 
 
-class Derived:
-    """One call's derivative, put into a program.
+def trace(
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Mapping[str, Any],
+    operands: Sequence[Operand],
+    tangents: Sequence[bool],
+    sizes: SymbolicSizes,
+) -> Derivative:
+    """Traces forward and backward of a call.
 
     Args:
-        node: the call.
-        derivative: its trace.
-        outputs: nodes of its results, in the order of the trace's; None for those that nothing uses.
-        tangents: gradients of those results that have one.
+        function: of tensors and numbers.
+        args: its arguments, `Operand` in place of tensors and `Number` of symbolic sizes, each tensor as often as it
+            occurs.
+        kwargs: likewise.
+        operands: each once, in the order of their index.
+        tangents: for each output whether it has a gradient.
+
+    Raises:
+        RuntimeError, TypeError, ValueError, NotImplementedError: PyTorch cannot differentiate it on symbolic shapes.
     """
+    function = COMPOSED.get(function, function)
+    inputs = [sizes.tensor(operand.kind, False) for operand in operands]
+    numbers = [leaf.size for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Number)]
+    integers = [sizes.integer(size) for size in numbers]
+    differentiated = [operand.index for operand in operands if operand.differentiated]
+    forward: set[str] = set()
+    upstream: list[str] = []
 
-    def __init__(
-        self,
-        emit: BackwardEmitter,
-        node: fx.Node,
-        derivative: Derivative,
-        outputs: Sequence[fx.Node | None],
-        tangents: Sequence[fx.Node],
-    ) -> None:
-        self.emit, self.node, self.derivative, self.like = emit, node, derivative, note(node)
-        self.sources = list(dict.fromkeys(operands(node)))
-        self.env: dict[fx.Node, Any] = dict(zip(derivative.tensors, self.sources, strict=True))
-        self.env.update(zip(derivative.tangents, tangents, strict=True))
-        for traced, output in zip(derivative.outputs, outputs, strict=True):
-            if traced is not None and output is not None:
-                self.env[origin_of(traced)] = output
-        self.is_decomposed = False
-        self._shapes = [*self.sources, *(output for output in outputs if output is not None)]
+    def run(tensors: list[Tensor], integers: list[Any]) -> Any:
+        graph = get_proxy_mode().tracer.graph  # type: ignore[union-attr]
+        remaining = iter(integers)
+        leaves = [
+            t.detach().requires_grad_(operand.differentiated) for t, operand in zip(tensors, operands, strict=True)
+        ]
 
-    def saved(self) -> list[fx.Node]:
-        """Values of the traced forward that the backward reads, and that the program lacks."""
-        saved: dict[fx.Node, None] = {}
-        for traced in self.derivative.needed:
-            for read in traced.all_input_nodes:
-                origin = origin_of(read)
-                if origin in self.derivative.forward and not self._is_at_hand(origin):
-                    saved[origin] = None
-        return list(saved)
+        def value(leaf: Any) -> Any:
+            if isinstance(leaf, Operand):
+                return leaves[leaf.index]
+            return next(remaining) if isinstance(leaf, Number) else leaf
 
-    def _is_at_hand(self, traced: fx.Node) -> bool:
-        """Whether a value is there, or a view of what is."""
-        traced = origin_of(traced)
-        if traced in self.env or not isinstance(traced.meta.get("val"), Tensor) or traced.op == "get_attr":
-            return True
-        return traced.target in _VIEWS and all(self._is_at_hand(read) for read in traced.all_input_nodes)
+        def tangent(output: Tensor) -> Tensor:
+            with torch.no_grad():
+                direction = torch.empty_like(output)
+            upstream.append(next(iter(reversed(graph.nodes))).name)
+            return direction
 
-    def gradients(self) -> dict[fx.Node, fx.Node]:
-        """The gradient of each operand that has one; nodes of the backward are made."""
-        for traced in self.derivative.needed:
-            is_value = isinstance(traced.meta.get("val"), (Tensor, tuple, list))
-            if origin_of(traced) is traced and is_value and traced.target not in BY_ITEM:
-                self.value(traced)
-        ends = self.derivative.gradients.items()
-        return {self.sources[index]: self.value(traced) for index, traced in ends if traced is not None}
+        positional, named = pytree.tree_map(value, (args, kwargs))
+        with torch.enable_grad():
+            result = function(*positional, **named)
+            outputs = list(result) if isinstance(result, (list, tuple)) else [result]
+            forward.update(node.name for node in graph.nodes)
+            pairs = [(o, tangent(o)) for o, flag in zip(outputs, tangents, strict=True) if flag]
+            # Some operations give values beside their results that PyTorch lets no gradient through.
+            pairs = [(o, g) for o, g in pairs if o.requires_grad]
+            sources = [leaves[i] for i in differentiated]
+            gradients: list[Tensor | None] = [None for _ in differentiated]
+            if pairs:
+                ends, directions = zip(*pairs, strict=True)
+                gradients = list(torch.autograd.grad(ends, sources, directions, allow_unused=True))
+        return [o if isinstance(o, Tensor) else None for o in outputs], gradients
 
-    def value(self, traced: fx.Node) -> Any:
-        """What stands for a traced value in the program; nodes of the backward are made."""
-        traced = origin_of(traced)
-        if traced not in self.env:
-            self.env[traced] = self._number(traced) if _is_number(traced) else self._emitted(traced)
-        return self.env[traced]
-
-    def _number(self, traced: fx.Node) -> Any:
-        value = traced.meta["val"]
-        if isinstance(value, (torch.SymFloat, float)):
-            raise InputError("its derivative computes a number of sizes", where=describe(self.node), remedy=_REMEDY)
-        return self.emit.number(self.derivative.sizes.size(value))
-
-    def _emitted(self, traced: fx.Node) -> fx.Node:
-        if traced.op == "get_attr":
-            return self._constant(getattr(self.derivative.module, str(traced.target)))
-        special = form_of(traced)
-        emitted = special(self, traced) if special is not None else None
-        if emitted is not None:
-            return emitted
-        args, kwargs = self.arguments(traced)
-        return self.call(traced.target, args, kwargs, self.kind(traced))
-
-    def arguments(self, traced: fx.Node) -> tuple[Any, dict[str, Any]]:
-        """A traced call's arguments in the program."""
-        args, kwargs = map_arg((traced.args, traced.kwargs), self.value)
-        return args, {name: value for name, value in kwargs.items() if name not in _LITERALS}
-
-    def kind(self, traced: fx.Node) -> Any:
-        """Type of a traced value."""
-        return self.derivative.type_of(traced)
-
-    def call(self, target: Any, args: Sequence[Any], kwargs: Any, kind: Any) -> fx.Node:
-        """A node of the backward."""
-        return self.emit.call(target, args, kwargs, kind, self.like)
-
-    def like_one(self, kind: TensorType) -> fx.Node | None:
-        """A value of the forward that has this type."""
-        return next((node for node in self._shapes if output_types(node) == (kind,)), None)
-
-    def sizes(self, kind: TensorType) -> list[Any]:
-        """The shape of a type as a call takes it."""
-        return [self.emit.number(size) for size in kind.shape]
-
-    def _constant(self, value: Tensor) -> fx.Node:
-        if value.numel() != 1:
-            raise InputError("its derivative has a constant tensor", where=describe(self.node), remedy=_REMEDY)
-        kind = TensorType(value.dtype, tuple(value.shape))
-        return self.call(aten.full.default, (list(value.shape), value.item()), {"dtype": value.dtype}, kind)
-
-    def replaced(self) -> list[fx.Node | None]:
-        """Puts the traced forward in place of the call, whose results are then those that are returned."""
-        needed = {node for node in (*self.derivative.outputs, *self.saved()) if node is not None}
-        for node in reversed(self.derivative.graph.nodes):
-            if node in needed:
-                needed.update(node.all_input_nodes)
-        count = 0
-        for traced in self.derivative.graph.nodes:
-            is_made = traced in self.derivative.forward and traced in needed and traced.op == "call_function"
-            if not is_made or origin_of(traced) is not traced or _is_number(traced):
-                continue
-            if traced not in self.derivative.tensors:
-                args, kwargs = self.arguments(traced)
-                self.env[traced] = self.emit.forward(traced.target, args, kwargs, self.kind(traced), self.node)
-                count += traced.target is not operator.getitem
-        self.is_decomposed = count > 1
-        return [None if traced is None else self.env[origin_of(traced)] for traced in self.derivative.outputs]
+    with sizes.tracing(), torch.enable_grad():
+        module = make_fx(run, decomposition_table=_DECOMPOSED)(inputs, integers)
+    graph = module.graph
+    sizes.check(leaf for node in graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
+    _functional(graph, forward)
+    _conjugate_numbers(graph)
+    incoming = tuple(_as_placeholder(graph, name) for name in upstream)
+    nodes = list(graph.nodes)
+    places = [node for node in nodes if node.op == "placeholder" and node not in incoming]
+    (returned,) = next(node for node in nodes if node.op == "output").args
+    results, gradients = returned[: len(tangents)], returned[len(tangents) :]
+    return Derivative(
+        graph,
+        module,
+        tuple(places[: len(inputs)]),
+        incoming,
+        tuple(results),
+        frozenset(node for node in nodes if node.name in forward),
+        dict(zip(differentiated, gradients, strict=True)),
+        sizes,
+    )
 
 
-def _is_number(traced: fx.Node) -> bool:
-    return isinstance(traced.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat))
+def _as_placeholder(graph: fx.Graph, name: str) -> fx.Node:
+    """A value that is given, in place of one that was made to have its shape; it is gone where nothing reads it."""
+    with graph.inserting_before(next(iter(graph.nodes))):
+        place = graph.placeholder(f"{name}_given")
+    for node in [node for node in graph.nodes if node.name == name]:
+        place.meta = dict(node.meta)
+        node.replace_all_uses_with(place)
+        graph.erase_node(node)
+    return place
 
 
-def origin_of(traced: fx.Node) -> fx.Node:
-    """What a traced value is the same as."""
-    while traced.target in _SAME:
-        traced = traced.all_input_nodes[0]
-    return traced
+def _functional(graph: fx.Graph, forward: set[str]) -> None:
+    """Operations in place become those that give a new tensor; what is read later reads that.
+
+    Autograd's formulas and PyTorch's composite operators write into tensors that they have just made.
+
+    Args:
+        forward: names of the nodes of the forward; those that are made are added.
+
+    Raises:
+        NotImplementedError: there is no such operation, or what is written to is seen through a view.
+    """
+    for node in list(graph.nodes):
+        target = node.target
+        if target is aten._unsafe_view.default:
+            node.target = aten.view.default
+        if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+            continue
+        written = node.args[0]
+        functional = _functional_form(target)
+        if functional is None or any(_is_view(user) for user in written.users):
+            raise NotImplementedError(f"{target} writes in place")
+        node.target = functional
+        later = set()
+        at = node.next
+        while at.op != "root":
+            later.add(at)
+            at = at.next
+        written.replace_all_uses_with(node, lambda user, later=later: user in later)
+        _write_through(graph, written, node, later, forward)
 
 
-def items_of(node: fx.Node) -> dict[int, fx.Node]:
-    """The nodes that take a result of several."""
-    return {int(user.args[1]): user for user in node.users if user.target is operator.getitem and has_note(user)}  # type: ignore[arg-type]
+# What a tensor is whose part has other values, by the view that takes the part.
+_SCATTERS: Mapping[Any, Any] = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+}
+
+
+def _write_through(
+    graph: fx.Graph, view: fx.Node, value: fx.Node | None, later: set[fx.Node], forward: set[str]
+) -> None:
+    """What is read later of the tensor that a view is of has the view's new values.
+
+    Args:
+        value: that in place of the view.
+        forward: names of the nodes of the forward.
+
+    Raises:
+        NotImplementedError: it is read, and the view is no part of it that can be written.
+    """
+    while _is_view(view):
+        base = view.all_input_nodes[0]
+        if any(user in later for user in base.users):
+            scatter = _SCATTERS.get(view.target)
+            if scatter is None or value is None:
+                raise NotImplementedError(f"writes in place through {view.target}")
+            with graph.inserting_after(value):
+                new = graph.call_function(scatter, (base, value, *view.args[1:]), dict(view.kwargs))
+            new.meta = dict(base.meta)
+            forward |= {new.name} if value.name in forward else set()
+            base.replace_all_uses_with(new, lambda user: user in later)
+            value = new
+        else:
+            value = None
+        view = base
+
+
+def _conjugate_numbers(graph: fx.Graph) -> None:
+    """A complex factor is a tensor to autograd and a number in the trace, whose conjugate is a number too."""
+    numbers: dict[fx.Node, complex] = {}
+    for node in graph.find_nodes(op="call_function", target=aten._conj.default):
+        if isinstance(node.args[0], complex):
+            numbers[node] = node.args[0].conjugate()
+
+    def value(arg: fx.Node) -> Any:
+        return numbers.get(arg, arg)
+
+    for user in [user for node in numbers for user in node.users]:
+        user.args = map_arg(user.args, value)
+    for node in numbers:
+        graph.erase_node(node)
+
+
+def _functional_form(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The operation that gives a new tensor of the same arguments: overloads of the two may have different names."""
+    name = target._schema.name.split("::")[1]
+    packet = getattr(aten, name.removesuffix("_"), None)
+    if packet is None or not name.endswith("_"):
+        return None
+    arguments = [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+    for overload in packet.overloads():
+        form: torch._ops.OpOverload = getattr(packet, overload)
+        if [(argument.name, str(argument.type)) for argument in form._schema.arguments] == arguments:
+            return form
+    return None
+
+
+def _is_view(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.is_view

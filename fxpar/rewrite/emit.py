@@ -40,7 +40,7 @@ from fxpar.ops.collectives import COERCION_OF, IN_BACKWARD, dual_layout, r_to_p,
 from fxpar.ops.small_operators import size as size_of_whole
 from fxpar.ops.small_operators import zeros
 from fxpar.rewrite.local_sizes import localize_node
-from fxpar.rewrite.traced_derivative import Number
+from fxpar.rewrite.symints import Number
 from fxpar.rules import Refusal, bind_arguments, call_of, seed_signature
 from fxpar.rules.conversion import conversions
 from fxpar.rules.inference import AxisInference, Context, context_of, infer_node, judged, steps, whole_call

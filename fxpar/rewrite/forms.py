@@ -1,6 +1,6 @@
-"""Forms of traced operations that rules know: zeros cut as values of the forward are, one result at a time.
+"""Writes the traced derivative of a call into a program's backward; equal calls repeat what was written first.
 
-Enters: a node of a trace that stands in a program's backward. Leaves: the node that computes it there.
+Operations of a trace become forms that rules know: zeros cut as values of the forward are, one result at a time.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from fxpar.errors import InputError
@@ -23,6 +23,7 @@ from fxpar.ir.program import (
     TensorType,
     changed,
     describe,
+    has_note,
     note,
     operands,
     output_layouts,
@@ -30,15 +31,34 @@ from fxpar.ir.program import (
 )
 from fxpar.ir.step import BACKWARD, is_forward
 from fxpar.layout.symbolic_sizes import Size, simplify
+from fxpar.rewrite.derive import Derivative
 from fxpar.rewrite.emit import BackwardEmitter
 
-if TYPE_CHECKING:
-    from fxpar.rewrite.derive import Derived
-
-# What was emitted for a call's derivative is emitted for equal calls, as equal layers have them, without asking
-# rules.
-
 aten = torch.ops.aten
+
+# Nothing is written to: a copy is what it is a copy of.
+_SAME = frozenset({aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh_copy.default})
+# Of what the backward needs these are made again there: they cost nothing, and a saved view would keep two names.
+_VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.expand.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.slice.Tensor,
+        aten.select.int,
+    }
+)
+_LITERALS = frozenset({"device", "pin_memory", "layout"})
+
+_REMEDY = "detach its operand, or write it with other operations"
 
 
 @dataclass(frozen=True)
@@ -75,7 +95,7 @@ class _Recipe:
 
 
 class DerivativeCache:
-    """Derivatives that were put into a program."""
+    """Derivatives that were put into a program: equal layers repeat them, without asking rules."""
 
     def __init__(self, emit: BackwardEmitter) -> None:
         self._emit = emit
@@ -148,7 +168,7 @@ class DerivativeCache:
         steps, known = list[_EmittedNode](), set(request.inputs)
         for node, name in (entry for entry in emitted if entry is not None):
             if note(node).phase != BACKWARD or not all(
-                read in known or _is_number(read) for read in node.all_input_nodes
+                read in known or _is_size(read) for read in node.all_input_nodes
             ):
                 return
             known.add(node)
@@ -158,7 +178,7 @@ class DerivativeCache:
             self._known[request.key] = _Recipe(request.inputs, tuple(steps), tuple(gradients.items()))
 
 
-def _is_number(node: fx.Node) -> bool:
+def _is_size(node: fx.Node) -> bool:
     """Whether a node is a size, which one node gives in the entire program."""
     return isinstance(note(node).type, ScalarType)
 
@@ -171,7 +191,146 @@ def _is_hashable(key: Hashable) -> bool:
     return True
 
 
-Form = Callable[["Derived", fx.Node], fx.Node | None]
+class Derived:
+    """One call's derivative, put into a program.
+
+    Args:
+        node: the call.
+        derivative: its trace.
+        outputs: nodes of its results, in the order of the trace's; None for those that nothing uses.
+        tangents: gradients of those results that have one.
+    """
+
+    def __init__(
+        self,
+        emit: BackwardEmitter,
+        node: fx.Node,
+        derivative: Derivative,
+        outputs: Sequence[fx.Node | None],
+        tangents: Sequence[fx.Node],
+    ) -> None:
+        self.emit, self.node, self.derivative, self.like = emit, node, derivative, note(node)
+        self.sources = list(dict.fromkeys(operands(node)))
+        self.env: dict[fx.Node, Any] = dict(zip(derivative.tensors, self.sources, strict=True))
+        self.env.update(zip(derivative.tangents, tangents, strict=True))
+        for traced, output in zip(derivative.outputs, outputs, strict=True):
+            if traced is not None and output is not None:
+                self.env[origin_of(traced)] = output
+        self.is_decomposed = False
+        self._shapes = [*self.sources, *(output for output in outputs if output is not None)]
+
+    def saved(self) -> list[fx.Node]:
+        """Values of the traced forward that the backward reads, and that the program lacks."""
+        saved: dict[fx.Node, None] = {}
+        for traced in self.derivative.needed:
+            for read in traced.all_input_nodes:
+                origin = origin_of(read)
+                if origin in self.derivative.forward and not self._is_at_hand(origin):
+                    saved[origin] = None
+        return list(saved)
+
+    def _is_at_hand(self, traced: fx.Node) -> bool:
+        """Whether a value is there, or a view of what is."""
+        traced = origin_of(traced)
+        if traced in self.env or not isinstance(traced.meta.get("val"), Tensor) or traced.op == "get_attr":
+            return True
+        return traced.target in _VIEWS and all(self._is_at_hand(read) for read in traced.all_input_nodes)
+
+    def gradients(self) -> dict[fx.Node, fx.Node]:
+        """The gradient of each operand that has one; nodes of the backward are made."""
+        for traced in self.derivative.needed:
+            is_value = isinstance(traced.meta.get("val"), (Tensor, tuple, list))
+            if origin_of(traced) is traced and is_value and traced.target not in BY_ITEM:
+                self.value(traced)
+        ends = self.derivative.gradients.items()
+        return {self.sources[index]: self.value(traced) for index, traced in ends if traced is not None}
+
+    def value(self, traced: fx.Node) -> Any:
+        """What stands for a traced value in the program; nodes of the backward are made."""
+        traced = origin_of(traced)
+        if traced not in self.env:
+            self.env[traced] = self._number(traced) if _is_number(traced) else self._emitted(traced)
+        return self.env[traced]
+
+    def _number(self, traced: fx.Node) -> Any:
+        value = traced.meta["val"]
+        if isinstance(value, (torch.SymFloat, float)):
+            raise InputError("its derivative computes a number of sizes", where=describe(self.node), remedy=_REMEDY)
+        return self.emit.number(self.derivative.sizes.size(value))
+
+    def _emitted(self, traced: fx.Node) -> fx.Node:
+        if traced.op == "get_attr":
+            return self._constant(getattr(self.derivative.module, str(traced.target)))
+        special = form_of(traced)
+        emitted = special(self, traced) if special is not None else None
+        if emitted is not None:
+            return emitted
+        args, kwargs = self.arguments(traced)
+        return self.call(traced.target, args, kwargs, self.kind(traced))
+
+    def arguments(self, traced: fx.Node) -> tuple[Any, dict[str, Any]]:
+        """A traced call's arguments in the program."""
+        args, kwargs = map_arg((traced.args, traced.kwargs), self.value)
+        return args, {name: value for name, value in kwargs.items() if name not in _LITERALS}
+
+    def kind(self, traced: fx.Node) -> Any:
+        """Type of a traced value."""
+        return self.derivative.type_of(traced)
+
+    def call(self, target: Any, args: Sequence[Any], kwargs: Any, kind: Any) -> fx.Node:
+        """A node of the backward."""
+        return self.emit.call(target, args, kwargs, kind, self.like)
+
+    def like_one(self, kind: TensorType) -> fx.Node | None:
+        """A value of the forward that has this type."""
+        return next((node for node in self._shapes if output_types(node) == (kind,)), None)
+
+    def sizes(self, kind: TensorType) -> list[Any]:
+        """The shape of a type as a call takes it."""
+        return [self.emit.number(size) for size in kind.shape]
+
+    def _constant(self, value: Tensor) -> fx.Node:
+        if value.numel() != 1:
+            raise InputError("its derivative has a constant tensor", where=describe(self.node), remedy=_REMEDY)
+        kind = TensorType(value.dtype, tuple(value.shape))
+        return self.call(aten.full.default, (list(value.shape), value.item()), {"dtype": value.dtype}, kind)
+
+    def replaced(self) -> list[fx.Node | None]:
+        """Puts the traced forward in place of the call, whose results are then those that are returned."""
+        needed = {node for node in (*self.derivative.outputs, *self.saved()) if node is not None}
+        for node in reversed(self.derivative.graph.nodes):
+            if node in needed:
+                needed.update(node.all_input_nodes)
+        count = 0
+        for traced in self.derivative.graph.nodes:
+            is_made = traced in self.derivative.forward and traced in needed and traced.op == "call_function"
+            if not is_made or origin_of(traced) is not traced or _is_number(traced):
+                continue
+            if traced not in self.derivative.tensors:
+                args, kwargs = self.arguments(traced)
+                self.env[traced] = self.emit.forward(traced.target, args, kwargs, self.kind(traced), self.node)
+                count += traced.target is not operator.getitem
+        self.is_decomposed = count > 1
+        return [None if traced is None else self.env[origin_of(traced)] for traced in self.derivative.outputs]
+
+
+def _is_number(traced: fx.Node) -> bool:
+    return isinstance(traced.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat))
+
+
+def origin_of(traced: fx.Node) -> fx.Node:
+    """What a traced value is the same as."""
+    while traced.target in _SAME:
+        traced = traced.all_input_nodes[0]
+    return traced
+
+
+def items_of(node: fx.Node) -> dict[int, fx.Node]:
+    """The nodes that take a result of several."""
+    return {int(user.args[1]): user for user in node.users if user.target is operator.getitem and has_note(user)}  # type: ignore[arg-type]
+
+
+Form = Callable[[Derived, fx.Node], fx.Node | None]
 
 # What is known by its results, each of which is computed by itself.
 BY_ITEM = frozenset({aten.convolution_backward.default})

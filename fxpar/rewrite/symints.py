@@ -10,6 +10,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -38,6 +39,13 @@ _NO_DERIVATIVE = ".*an autograd kernel was not registered"
 # for one that is broadcast; they decide nothing else. What small numbers leave of a size is what they leave of the
 # example's.
 MORE = 27720
+
+
+@dataclass(frozen=True)
+class Number:
+    """A symbolic number among the arguments of a call."""
+
+    size: Size
 
 
 class Assumed(ValueError):
