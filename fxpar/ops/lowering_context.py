@@ -37,7 +37,7 @@ class CollectiveGroup:
         group: name of their process group.
         size: how many they are.
         index: node of the rank's number among them, i64 scalar.
-        copies: the mailbox and the buffer by which they copy into each other's memory; None where they do not.
+        copies: the symmetric buffer and the number in it by which they copy into each other's memory, if they do.
     """
 
     group: str
@@ -104,8 +104,8 @@ class OnRank:
             KeyError: the axis has no group.
         """
         group, buffer = self._groups[str(node.kwargs["axis"])], note(node).buffer
-        # Ranks that are simulated or only counted have no mailboxes: their groups send the same values.
-        copies = (group.mailbox, buffer) if buffer and group.mailbox else None
+        # Ranks that are simulated or only counted have no symmetric buffers: their groups send the same values.
+        copies = (group.symmetric_buffer, buffer) if buffer and group.symmetric_buffer else None
         return CollectiveGroup(group.name, group.size, self._index(axes_of(node)), copies)
 
     @staticmethod

@@ -1,9 +1,8 @@
 """Coercions whose collective is copies between the ranks' memories: what a lowered graph calls for them.
 
-Enters: a rank's tensor, the name of a mailbox and the number of a buffer
-(`fxpar.peer_memory.compiler.symmetric_buffer`). Leaves: as the functions of the same names in
-`fxpar.ops.process_group`. Each is two calls: `start_…` sends, and the other waits and reads. A send gives what it sends
-along, so that it stays until it is there.
+Enters: a rank's tensor, the name of a symmetric buffer and the number of a buffer in it.
+Leaves: as the functions of the same names in `fxpar.ops.process_group`. Each is two calls: `start_…` sends, and the
+other waits and reads. A send gives what it sends along, so that it stays until it is there.
 
 Of two ranks a sum is one copy of the whole each way and an addition, which a compiler may put into the kernel that
 reads it. Of more, each rank sums one block: blocks go to their owners, which add them in float32 and send the sum to
@@ -23,7 +22,13 @@ from fxpar.ops.operator import torch_operator
 from fxpar.ops.process_group import Pieces
 from fxpar.peer_memory.compiler import symmetric_buffer
 from fxpar.peer_memory.compiler.row_programs import Extent, fits, read
-from fxpar.peer_memory.compiler.symmetric_buffer import Mailbox, mailbox, send_blocks, slot, slot_stride
+from fxpar.peer_memory.compiler.symmetric_buffer import (
+    SymmetricBuffer,
+    registered_buffer,
+    send_blocks,
+    slot,
+    slot_stride,
+)
 
 # What is sent: `sum` and `gather` the whole, `scatter` and `exchange` to each rank its block; and what is made of it.
 _SUM, _GATHER, _SCATTER, _EXCHANGE = "sum", "gather", "scatter", "exchange"
@@ -39,7 +44,7 @@ def _sent(x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
 
 @torch_operator("send_copies", fake=_sent, direct=True)
 def send_copies(x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
-    """Starts copies of what each other rank is to have, on the mailbox `name`.
+    """Starts copies of what each other rank is to have, in the symmetric buffer `name`.
 
     Args:
         x: the tensor; of `scatter` and `exchange` [n, …], a block for each rank.
@@ -47,7 +52,7 @@ def send_copies(x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
     Returns:
         uint8[1], which ties what reads to this.
     """
-    line = mailbox(name)
+    line = registered_buffer(name)
     line.begin(buffer)
     tensor = x.contiguous()
     if kind == _SUM and line.size == 2:
@@ -60,7 +65,7 @@ def send_copies(x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
     return torch.empty(1, dtype=torch.uint8, device=x.device)
 
 
-def _send_whole(line: Mailbox, buffer: int, tensor: Tensor) -> None:
+def _send_whole(line: SymmetricBuffer, buffer: int, tensor: Tensor) -> None:
     """To the other of two ranks."""
     (other,) = line.others
     area = line.areas(buffer, tensor.nbytes)[other]
@@ -69,7 +74,7 @@ def _send_whole(line: Mailbox, buffer: int, tensor: Tensor) -> None:
         line.signal(other, buffer, 0)
 
 
-def _send_blocks(line: Mailbox, buffer: int, tensor: Tensor, kind: str) -> None:
+def _send_blocks(line: SymmetricBuffer, buffer: int, tensor: Tensor, kind: str) -> None:
     blocks = _blocks(tensor, kind, line.size)
     step, end = _places(blocks)
     areas = line.areas(buffer, end)
@@ -81,7 +86,7 @@ def _send_blocks(line: Mailbox, buffer: int, tensor: Tensor, kind: str) -> None:
 
 def _taken(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
     if kind == _GATHER:
-        return x.new_empty((mailbox(name).size, *x.shape))
+        return x.new_empty((registered_buffer(name).size, *x.shape))
     return x.new_empty(x.shape[1:] if kind == _SCATTER else x.shape)
 
 
@@ -97,7 +102,7 @@ def take_copies(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> 
     Returns:
         `gather` [n, …]: their tensors; `scatter`: the sum of the blocks of this rank; `exchange` [n, …]: these blocks.
     """
-    line = mailbox(name)
+    line = registered_buffer(name)
     assert kind != _SUM, "sums are taken by `arrived` and `taken_sum`"
     tensor = x.contiguous()
     blocks = _blocks(tensor, kind, line.size)
@@ -132,7 +137,7 @@ def arrived(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
     Returns:
         It, of the shape of `x`: memory into which the other will write again, for `added` alone.
     """
-    line = mailbox(name)
+    line = registered_buffer(name)
     line.join(buffer)
     line.wait(buffer, 0)
     line.end(buffer)
@@ -147,7 +152,7 @@ def _sum_of_both(x: Tensor, came: Tensor, name: str) -> Tensor:
 def added(x: Tensor, came: Tensor, name: str) -> Tensor:
     """The sum of a rank's tensor and of what `arrived`, in new memory: one rounding, the same bits on both ranks."""
     total = x + came
-    if mailbox(name).poisons:
+    if registered_buffer(name).poisons:
         came.view(torch.uint8).fill_(0xFF)
     return total
 
@@ -159,7 +164,7 @@ def _of_one_shot(x: Tensor, name: str, buffer: int) -> Tensor:
 @torch_operator("one_shot_sum", fake=_of_one_shot, direct=True)
 def one_shot_sum(x: Tensor, name: str, buffer: int) -> Tensor:
     """The sum in one call, beside which nothing is computed."""
-    line = mailbox(name)
+    line = registered_buffer(name)
     line.begin(buffer)
     return _total(line, x, buffer, False)
 
@@ -176,10 +181,10 @@ def taken_sum(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
         token: of `send_copies`.
         x: what that took.
     """
-    return _total(mailbox(name), x, buffer, True)
+    return _total(registered_buffer(name), x, buffer, True)
 
 
-def _total(line: Mailbox, x: Tensor, buffer: int, is_sent: bool) -> Tensor:
+def _total(line: SymmetricBuffer, x: Tensor, buffer: int, is_sent: bool) -> Tensor:
     tensor = x.contiguous()
     rows = _rows(tensor)
     if rows.numel() or is_sent:
@@ -216,7 +221,7 @@ def one_shot_rows(x: Tensor, operands: Sequence[Tensor], program: str, name: str
     Returns:
         [rows, width] or [rows, 1] each.
     """
-    line = mailbox(name)
+    line = registered_buffer(name)
     line.begin(buffer)
     return _rows_of_total(line, x, operands, program, buffer, False)
 
@@ -232,11 +237,11 @@ def taken_rows(
     token: Tensor, x: Tensor, operands: Sequence[Tensor], program: str, name: str, buffer: int
 ) -> list[Tensor]:
     """As `one_shot_rows`, of `taken_sum`."""
-    return _rows_of_total(mailbox(name), x, operands, program, buffer, True)
+    return _rows_of_total(registered_buffer(name), x, operands, program, buffer, True)
 
 
 def _rows_of_total(
-    line: Mailbox, x: Tensor, operands: Sequence[Tensor], program: str, buffer: int, is_sent: bool
+    line: SymmetricBuffer, x: Tensor, operands: Sequence[Tensor], program: str, buffer: int, is_sent: bool
 ) -> list[Tensor]:
     rows = x.contiguous().view(-1, x.shape[-1])
     results = line.rows_of_total(buffer, rows, program, _operands(operands, program), is_sent)
@@ -286,7 +291,7 @@ def start_sum(x: Tensor, name: str, buffer: int) -> Sent:
 
 def summed(sent: Sent, name: str, buffer: int) -> Tensor:
     """Of `start_sum`."""
-    if mailbox(name).size > 2:
+    if registered_buffer(name).size > 2:
         of_more: Tensor = taken_sum(sent[1], sent[0], name, buffer)
         return of_more
     tensor, token = sent
@@ -340,7 +345,7 @@ def _gathered(x: Tensor, chosen: Tensor, per_rank: int, name: str, buffer: int) 
 
 @torch_operator("gather_needed", fake=_gathered, direct=True)
 def gather_needed(x: Tensor, chosen: Tensor, per_rank: int, name: str, buffer: int) -> Tensor:
-    """Of the tokens of n ranks those that this one needs, on the mailbox `name`.
+    """Of the tokens of n ranks those that this one needs, in the symmetric buffer `name`.
 
     Args:
         x: [t, f]: its own.
@@ -350,7 +355,7 @@ def gather_needed(x: Tensor, chosen: Tensor, per_rank: int, name: str, buffer: i
     Returns:
         [n, t, f], zero where it needs nothing.
     """
-    line = mailbox(name)
+    line = registered_buffer(name)
     line.begin(buffer)
     tokens = line.expanded(buffer, x.contiguous(), chosen.contiguous(), per_rank)
     line.poison_area(buffer, slot_stride(x) * line.size)
@@ -373,7 +378,7 @@ def scatter_needed(x: Tensor, chosen: Tensor, per_rank: int, name: str, buffer: 
     Returns:
         [t, f].
     """
-    line = mailbox(name)
+    line = registered_buffer(name)
     line.begin(buffer)
     sums = line.summed(buffer, x.contiguous(), chosen.contiguous(), per_rank)
     line.poison_area(buffer, slot_stride(sums) * line.size)

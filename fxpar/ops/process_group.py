@@ -20,11 +20,11 @@ _c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of one axis: name and size of their process group, and the mailbox (`fxpar.peer_memory`), if any."""
+    """The ranks of one axis: name and size of their process group, and the symmetric buffer, if any."""
 
     name: str
     size: int
-    mailbox: str = ""
+    symmetric_buffer: str = ""
 
 
 # A cut: the dimension and its sharded pieces as (outer, run) in global elements; run is None for "all that is there",

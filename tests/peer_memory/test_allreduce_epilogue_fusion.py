@@ -291,7 +291,7 @@ def steps_of_rows(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[tupl
     )
     program = compile_model(model.train(), {**batch, "labels": batch["input_ids"]}, plan).program
     step = compile_step(program, ("loss",), ("loss",), [p.fqn for p in program.parameters if p.trainable])
-    graph = lower_program(step, {"tp": Group(NAME, 2, mailbox=NAME)}).module.graph
+    graph = lower_program(step, {"tp": Group(NAME, 2, symmetric_buffer=NAME)}).module.graph
     known = {node.name: node for node in step.graph.nodes if node.op == "placeholder"}
 
     def held(node: fx.Node) -> Tensor:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxpar.ops import peer_copies
 from fxpar.peer_memory.compiler import symmetric_buffer
-from fxpar.peer_memory.compiler.symmetric_buffer import Mailbox
+from fxpar.peer_memory.compiler.symmetric_buffer import SymmetricBuffer
 from fxpar.plan.plan import Plan
 from fxpar.runtime.inductor import Inductor
 
@@ -23,7 +23,7 @@ NAME, WHOLE = "pair", [(1, None)]
 
 
 @dataclass(kw_only=True)
-class Pair(Mailbox):
+class Pair(SymmetricBuffer):
     """The end of a rank to whom the other sends numbers of 0.75; what is sent is looked at again when it is taken."""
 
     same: list[bool] = field(default_factory=list)

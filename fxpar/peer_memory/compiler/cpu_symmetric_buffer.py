@@ -1,6 +1,6 @@
-"""Mailboxes in the memory of a machine, for ranks on its processors: the logic of those of GPUs, without GPUs.
+"""Symmetric buffers in the memory of a machine, for ranks on its processors: the logic of those of GPUs, without GPUs.
 
-Enters: a process group of one machine. Leaves: a `Mailbox` whose copies are done when they are asked for.
+Enters: a process group of one machine. Leaves: a `SymmetricBuffer` whose copies are done when they are asked for.
 
 Each rank makes anonymous files, which the others open by the process's number: nothing is left behind, whoever dies.
 """
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.errors import RankError
-from fxpar.peer_memory.compiler.symmetric_buffer import Mailbox, rounded
+from fxpar.peer_memory.compiler.symmetric_buffer import SymmetricBuffer, rounded
 
 _WORD = 4
 # A wait looks so often before it lets other processes run, then it sleeps: ranks may be more than processors.
@@ -27,7 +27,7 @@ _LOOKS, _NAP = 200, 5e-5
 
 
 @dataclass(kw_only=True)
-class HostMailbox(Mailbox):
+class CpuSymmetricBuffer(SymmetricBuffer):
     """A rank's end in shared memory.
 
     Attributes:
@@ -42,7 +42,7 @@ class HostMailbox(Mailbox):
     _maps: list[mmap.mmap] = field(default_factory=list)
     _words: list[memoryview] = field(default_factory=list)
 
-    def open(self) -> HostMailbox:
+    def open(self) -> CpuSymmetricBuffer:
         """Makes the flags. A collective call."""
         self._words = [memoryview(memory).cast("I") for memory in self._shared(rounded(self.flags * _WORD))]
         return self

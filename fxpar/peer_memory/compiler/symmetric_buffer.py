@@ -1,6 +1,6 @@
-"""Mailboxes: memory of each rank of a group into which the others write, and flags that tell that they have.
+"""Symmetric buffers: memory of each rank of a group into which the others write, and flags that say that they have.
 
-Enters: ranks of one machine. Leaves: for each of them `Mailbox`, found by name by what a program runs.
+Enters: ranks of one machine. Leaves: for each of them `SymmetricBuffer`, found by name by what a program runs.
 
 Terms: an *area* is what a rank has of a *buffer*: memory of its own that all ranks of the group can write to. A *flag*
 is a word of a rank for each buffer, stage and sender: the sender raises it behind its copy, and who waits for it takes
@@ -26,7 +26,7 @@ from fxpar.peer_memory.compiler.row_programs import read
 
 # Bytes in which areas begin and grow; any element type is aligned there.
 _GRAIN = 1 << 12
-# Buffers of a mailbox, and stages of each: a sum over more than two ranks waits twice.
+# Numbered buffers of a symmetric buffer, and stages of each: a sum over more than two ranks waits twice.
 BUFFERS, STAGES = 64, 2
 
 
@@ -36,8 +36,8 @@ def rounded(size: int) -> int:
 
 
 @dataclass(kw_only=True)
-class Mailbox(ABC):
-    """A rank's end.
+class SymmetricBuffer(ABC):
+    """A rank's end of it: its areas and flags, and those of the others to write to.
 
     Attributes:
         rank: its number in the group.
@@ -205,11 +205,11 @@ class Mailbox(ABC):
         self._views.clear()
 
 
-_OPEN: dict[str, Mailbox] = {}
+_OPEN: dict[str, SymmetricBuffer] = {}
 
 
-def mailbox(name: str) -> Mailbox:
-    """The mailbox of that name.
+def registered_buffer(name: str) -> SymmetricBuffer:
+    """Returns the symmetric buffer of that name.
 
     Raises:
         InputError: it is closed.
@@ -224,14 +224,14 @@ def mailbox(name: str) -> Mailbox:
         ) from None
 
 
-def register(name: str, line: Mailbox) -> None:
-    """Opens a mailbox under a name that is free."""
-    assert name not in _OPEN, f"the mailbox {name} is open"
+def register(name: str, line: SymmetricBuffer) -> None:
+    """Registers an open symmetric buffer under a name that is free."""
+    assert name not in _OPEN, f"the symmetric buffer {name} is open"
     _OPEN[name] = line
 
 
 def close(names: Iterable[str]) -> None:
-    """Closes mailboxes; those that are closed stay so."""
+    """Closes symmetric buffers; those that are closed stay so."""
     for name in names:
         line = _OPEN.pop(name, None)
         if line is not None:
@@ -239,14 +239,14 @@ def close(names: Iterable[str]) -> None:
 
 
 def stop(name: str, error: RankError) -> None:
-    """Ends all waits of the mailbox of that name, if it is open, for an error that all ranks know."""
+    """Ends all waits of the symmetric buffer of that name, if it is open, for an error that all ranks know."""
     if name in _OPEN:
         _OPEN[name].stop(error)
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """While it lasts, open mailboxes overwrite what was read."""
+    """While it lasts, open symmetric buffers overwrite what was read."""
     before = {name: line.poisons for name, line in _OPEN.items()}
     for line in _OPEN.values():
         line.poisons = True
@@ -264,7 +264,7 @@ _SLOT_GRAIN = 128
 
 # Blocks of rows go to their owners, which send the sums of these to all: the same bits on all ranks. Each rank sends as
 # many bytes as the tensor has, twice, but for its own part; over two ranks one copy of the whole is as much, and needs
-# one way. This is what any mailbox does, and what a kernel of one must give (`push_kernels`).
+# one way. This is what any symmetric buffer does, and what a kernel of one must give (`push_kernels`).
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ def row_blocks(x: Tensor, ranks: int) -> RowBlocks:
     return RowBlocks(x.shape[0], x.shape[1] * x.itemsize, ranks)
 
 
-def send_blocks(line: Mailbox, buffer: int, x: Tensor) -> None:
+def send_blocks(line: SymmetricBuffer, buffer: int, x: Tensor) -> None:
     """Sends to each other rank the rows that it owns of x [rows, width]; called in `beside`."""
     blocks = row_blocks(x, line.size)
     areas = line.areas(buffer, blocks.bytes)
@@ -327,7 +327,7 @@ def send_blocks(line: Mailbox, buffer: int, x: Tensor) -> None:
         line.signal(rank, buffer, 0)
 
 
-def sum_of_blocks(line: Mailbox, buffer: int, x: Tensor) -> Tensor:
+def sum_of_blocks(line: SymmetricBuffer, buffer: int, x: Tensor) -> Tensor:
     """The sum of what all ranks sent by `send_blocks`, in new memory."""
     blocks = row_blocks(x, line.size)
     areas = line.areas(buffer, blocks.bytes)
@@ -379,7 +379,7 @@ def slot_stride(like: Tensor) -> int:
     return -(-like.nbytes // _SLOT_GRAIN) * _SLOT_GRAIN
 
 
-def expanded(line: Mailbox, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
+def expanded(line: SymmetricBuffer, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
     """What this rank needs of the tokens of all.
 
     Args:
@@ -400,7 +400,7 @@ def expanded(line: Mailbox, buffer: int, x: Tensor, chosen: Tensor, per_rank: in
     return torch.stack([_only(part, needs(chosen[r], per_rank, line.rank)) for r, part in enumerate(came)])
 
 
-def summed(line: Mailbox, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
+def summed(line: SymmetricBuffer, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
     """The sum of what the ranks made of this one's tokens, each of those that it needed, in the order of the ranks.
 
     Args:

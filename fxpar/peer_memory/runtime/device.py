@@ -1,8 +1,8 @@
-"""Mailboxes between GPUs of one machine: copy engines write into the others' symmetric memory.
+"""Symmetric buffers between GPUs of one machine: copy engines write into the others' symmetric memory.
 
-Enters: a process group whose GPUs reach each other's memory. Leaves: a `Mailbox` whose copies run on a stream of their
-own. Nothing of that needs a multiprocessor: copies are the copy engines', and streams wait for flags and raise them by
-the driver's stream memory operations. A sum beside which nothing is computed is a kernel (`push_kernels`), and so
+Enters: a process group whose GPUs reach each other's memory. Leaves: a `SymmetricBuffer` whose copies have a stream of
+their own. Nothing of that needs a multiprocessor: copy engines copy, and streams wait for flags and raise them by the
+driver's stream memory operations. A sum beside which nothing is computed is a kernel (`push_kernels`), and so
 are rows of which values say where they go (`push_needed`). All of it can be captured.
 """
 
@@ -25,16 +25,16 @@ from torch import Tensor
 
 from fxpar.errors import InputError, RankError
 from fxpar.peer_memory.compiler.row_programs import fits, sum_alone
-from fxpar.peer_memory.compiler.symmetric_buffer import Mailbox, row_blocks, slot_stride
+from fxpar.peer_memory.compiler.symmetric_buffer import SymmetricBuffer, row_blocks, slot_stride
 
 _WORD = 4
-# Seconds for which the flags of a stopped mailbox are raised again, and from one time to the next; and within which the
+# Seconds for which the flags of a stopped buffer are raised again, and from one time to the next; and within which the
 # first copy gets through.
 _RAISING, _PAUSE, _THROUGH = 5.0, 2e-4, 3.0
 
 
 @dataclass(kw_only=True)
-class DeviceMailbox(Mailbox):
+class GpuSymmetricBuffer(SymmetricBuffer):
     """A rank's end in the memory of its GPU.
 
     Attributes:
@@ -58,7 +58,7 @@ class DeviceMailbox(Mailbox):
     _raised: Tensor = field(default_factory=lambda: torch.empty(0))
     _raising: Any = None
 
-    def open(self) -> DeviceMailbox:
+    def open(self) -> GpuSymmetricBuffer:
         """Makes the flags and the streams. A collective call."""
         words = self._create(self.flags * _WORD)
         self._beside = torch.cuda.Stream(self.device)
@@ -89,7 +89,7 @@ class DeviceMailbox(Mailbox):
 
     @contextmanager
     def beside(self, buffer: int, sent: Tensor) -> Iterator[None]:
-        """On the mailbox's stream."""
+        """On the buffer's stream."""
         if buffer not in self._events:
             self._events[buffer] = torch.cuda.Event(), torch.cuda.Event()
         before, done = self._events[buffer]
@@ -113,7 +113,7 @@ class DeviceMailbox(Mailbox):
         current_stream(self.device).wait_event(self._events[buffer][1])
 
     def signal(self, rank: int, buffer: int, stage: int) -> None:
-        """On the mailbox's stream in `beside`, else on the current one."""
+        """On the buffer's stream in `beside`, else on the current one."""
         write_value(self._stream, self._words[rank] + _WORD * self.flag(buffer, stage, self.rank), 1)
 
     def wait(self, buffer: int, stage: int) -> None:

@@ -1,7 +1,7 @@
-"""The mailboxes of a module: between which ranks copies go, opened when a program needs them.
+"""The symmetric buffers of a module: between which ranks copies go, opened when a program needs them.
 
 Enters: a plan and the processes. Leaves: the axes whose ranks can copy into each other's memory, and the groups of a
-program with the mailboxes that it names.
+program with the symmetric buffers that it names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fxpar.mesh.axes import joined_names
 from fxpar.ops.mesh_process_groups import process_group
 from fxpar.ops.process_group import Group
 from fxpar.peer_memory.compiler import symmetric_buffer
-from fxpar.peer_memory.compiler.cpu_symmetric_buffer import HostMailbox, machine
+from fxpar.peer_memory.compiler.cpu_symmetric_buffer import CpuSymmetricBuffer, machine
 from fxpar.peer_memory.runtime.device import Watchdog, current_stream, end_process
 from fxpar.plan.plan import Plan
 from fxpar.runtime.world import World
@@ -78,7 +78,7 @@ class Mailboxes:
         return {name: why_not_copy(self._world.mesh.groups(name), places, requested) for name in names}
 
     def groups(self, program: Program) -> Mapping[str, Group]:
-        """The groups of the axes, with mailboxes where the program has buffers. All ranks call it for one program."""
+        """Returns the groups of the axes, with symmetric buffers where a program copies: all ranks call it for one."""
         if not self.names:
             return self._world.groups
         groups = dict(self._world.groups)
@@ -86,7 +86,7 @@ class Mailboxes:
         for axis in dict.fromkeys(str(node.kwargs["axis"]) for node in nodes):
             if axis not in self._open:
                 self._open[axis] = self._opened(axis, groups[axis])
-            groups[axis] = replace(groups[axis], mailbox=self._open[axis])
+            groups[axis] = replace(groups[axis], symmetric_buffer=self._open[axis])
         return groups
 
     def _opened(self, axis: str, group: Group) -> str:
@@ -94,19 +94,21 @@ class Mailboxes:
         members = next(ranks for ranks in self._world.mesh.groups(axis) if self._world.rank in ranks)
         rank, size = members.index(self._world.rank), len(members)
         if self._world.device.type == "cuda":
-            from fxpar.peer_memory.runtime.device import DeviceMailbox  # its symmetric memory takes a second to import
+            from fxpar.peer_memory.runtime.device import (
+                GpuSymmetricBuffer,  # its symmetric memory takes a second to import
+            )
 
             device = self._world.device
             if not self._marks:
                 events = itertools.cycle((torch.cuda.Event(), torch.cuda.Event()))
                 self._marks.append(_Marks(device, self._watch(device), events))
             ended = self._marks[0].mark
-            device_mailbox = DeviceMailbox(rank=rank, size=size, device=device, group=group.name, ended=ended)
-            symmetric_buffer.register(name, device_mailbox.open())
+            gpu_buffer = GpuSymmetricBuffer(rank=rank, size=size, device=device, group=group.name, ended=ended)
+            symmetric_buffer.register(name, gpu_buffer.open())
         else:
-            seconds = self._world.agreement.seconds
-            host_mailbox = HostMailbox(rank=rank, size=size, group=process_group(group), ranks=members, seconds=seconds)
-            symmetric_buffer.register(name, host_mailbox.open())
+            seconds, processes = self._world.agreement.seconds, process_group(group)
+            cpu_buffer = CpuSymmetricBuffer(rank=rank, size=size, group=processes, ranks=members, seconds=seconds)
+            symmetric_buffer.register(name, cpu_buffer.open())
         self._world.agreement.alarm.on_stop(functools.partial(symmetric_buffer.stop, name))
         return name
 
@@ -138,9 +140,8 @@ class Mailboxes:
     @property
     def reach(self) -> Reach:
         """See `PeerMemory`."""
-        return Reach(
-            self.names, self.reasons, sum(symmetric_buffer.mailbox(name).bytes for name in self._open.values())
-        )
+        buffers = map(symmetric_buffer.registered_buffer, self._open.values())
+        return Reach(self.names, self.reasons, sum(buffer.bytes for buffer in buffers))
 
     def close(self) -> None:
         """See `PeerMemory`."""
@@ -151,7 +152,7 @@ class Mailboxes:
 
 @dataclass(frozen=True)
 class _Marks:
-    """Places in the work of a device, for who looks whether it comes there. Knows no mailboxes, which know it."""
+    """Places in the work of a device, for who looks whether it comes there. Symmetric buffers know it, not it them."""
 
     device: torch.device
     watch: Watchdog

@@ -21,7 +21,7 @@ from fxpar.cudagraphs.full import Iteration
 from fxpar.ops import peer_copies
 from fxpar.peer_memory.compiler import symmetric_buffer
 from fxpar.peer_memory.compiler.symmetric_buffer import needs
-from fxpar.peer_memory.runtime.device import DeviceMailbox
+from fxpar.peer_memory.runtime.device import GpuSymmetricBuffer
 from fxpar.runtime.steps import FinishedForward
 from tests.cudagraphs.graphed import gpt2, llama, mixtral, train, words
 
@@ -116,7 +116,7 @@ def lose() -> None:
 def several() -> None:
     dist.init_process_group("gloo")
     rank, size, device = dist.get_rank(), dist.get_world_size(), torch.device("cuda", torch.cuda.current_device())
-    made = DeviceMailbox(rank=rank, size=size, device=device, group=dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    made = GpuSymmetricBuffer(rank=rank, size=size, device=device, group=dist.group.WORLD.group_name)  # type: ignore[union-attr]
     symmetric_buffer.register("several", made.open())
     cut = (0, [(1, None)])
     for turn, dtype in enumerate((torch.bfloat16, torch.float32, torch.float64)):

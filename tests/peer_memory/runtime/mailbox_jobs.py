@@ -14,7 +14,7 @@ import fxpar
 from fxpar.errors import RankError
 from fxpar.ops import peer_copies, process_group
 from fxpar.peer_memory.compiler import symmetric_buffer
-from fxpar.peer_memory.compiler.cpu_symmetric_buffer import HostMailbox
+from fxpar.peer_memory.compiler.cpu_symmetric_buffer import CpuSymmetricBuffer
 from fxpar.runtime.world import World
 from tests.cudagraphs.graphed import VOCABULARY, gpt2, llama
 from tests.runtime.compiled import Deep, Seen, watched
@@ -156,13 +156,13 @@ def broken_off() -> str:
     return "nothing"
 
 
-def _world() -> tuple[World, HostMailbox]:
+def _world() -> tuple[World, CpuSymmetricBuffer]:
     from fxpar.ops.mesh_process_groups import process_group
     from fxpar.runtime.world import connect, join
 
     size = torch.distributed.get_world_size()
     world = join(fxpar.Plan(tp=size), connect(60.0))
-    made = HostMailbox(
+    made = CpuSymmetricBuffer(
         rank=world.rank, size=size, group=process_group(world.groups["tp"]), ranks=range(size), seconds=1.0
     )
     return world, made.open()

@@ -15,7 +15,7 @@ import fxpar
 from fxpar.ops import peer_copies
 from fxpar.ops import selective_dispatch as operators
 from fxpar.peer_memory.compiler import symmetric_buffer
-from fxpar.peer_memory.compiler.cpu_symmetric_buffer import HostMailbox
+from fxpar.peer_memory.compiler.cpu_symmetric_buffer import CpuSymmetricBuffer
 from tests.passes.experts import ROWS, Routed, batch
 from tests.runtime.jobs import gradients
 
@@ -111,7 +111,7 @@ def each_way(dtype: torch.dtype, lead: tuple[int, ...], tokens: int, choices: in
     size = dist.get_world_size()
     world = join(fxpar.Plan(tp=size), connect(60.0))
     group = world.groups["tp"].name
-    made = HostMailbox(
+    made = CpuSymmetricBuffer(
         rank=world.rank, size=size, group=process_group(world.groups["tp"]), ranks=range(size), poisons=True
     )
     name, width, own = f"needed/{world.agreement.module}", 6, 3
