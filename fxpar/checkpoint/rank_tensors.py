@@ -333,7 +333,7 @@ class IrregularShard(Partial):
         return hash(str(self.cut[0]))
 
     def __repr__(self) -> str:
-        return f"Cut({self.cut[0]})"
+        return f"IrregularShard({self.cut[0]})"
 
     __str__ = __repr__
 

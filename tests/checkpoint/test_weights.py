@@ -47,8 +47,8 @@ def test_sharded_checkpoints_load_under_other_plans(world2: World, world4: World
     kinds = world4.run(weight_jobs.save_sharded, "llama", tmp_path / "4")[0]
     layer = "model.layers.0"
     assert list(kinds) == list(wanted)
-    assert kinds["model.embed_tokens.weight"] == kinds["lm_head.weight"] == "(Cut(S(0: 29 ~ 32)),)"
-    assert kinds[f"{layer}.self_attn.k_proj.weight"] == "(Cut(S(0: 8 / 2; I)),)"
+    assert kinds["model.embed_tokens.weight"] == kinds["lm_head.weight"] == "(IrregularShard(S(0: 29 ~ 32)),)"
+    assert kinds[f"{layer}.self_attn.k_proj.weight"] == "(IrregularShard(S(0: 8 / 2; I)),)"
     assert kinds[f"{layer}.mlp.down_proj.weight"] == "(Shard(dim=1),)"
     assert kinds["model.norm.weight"] == "whole"
     for found in world2.run(weight_jobs.load_sharded, "llama", tmp_path / "4"):
@@ -62,7 +62,7 @@ def test_sharded_checkpoints_load_under_other_plans(world2: World, world4: World
 def test_fused_matrices_load_on_one_process_and_back(world2: World, tmp_path: Path) -> None:
     wanted = reference("gpt2").state_dict()
     kinds = world2.run(weight_jobs.save_sharded, "gpt2", tmp_path / "2")[0]
-    assert kinds["transformer.h.0.attn.c_attn.weight"] == "(Cut(S(1: 3 x 16)),)"
+    assert kinds["transformer.h.0.attn.c_attn.weight"] == "(IrregularShard(S(1: 3 x 16)),)"
     assert_equal_states(weight_jobs.load_sharded("gpt2", tmp_path / "2"), wanted)
     weight_jobs.save_sharded("gpt2", tmp_path / "1")
     for found in world2.run(weight_jobs.load_sharded, "gpt2", tmp_path / "1"):
