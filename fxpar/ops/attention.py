@@ -6,7 +6,7 @@ gradient is wanted. Which kernel runs is chosen at lowering; the text is the sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -152,6 +152,11 @@ def _gradient_shape(call: OnShapes) -> Any:
     return [torch.empty_like(args[name]) for name in names]
 
 
+def _call(args: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Fields of an `SdpaCall`."""
+    return tuple(args[name] for name in (*_NAMES, "is_causal", "scale", "enable_gqa"))
+
+
 def _drops(node: fx.Node, rank: OnRank, args: dict[str, Any]) -> tuple[Any, ...]:
     if args["rng"] is None:
         return ()
@@ -160,29 +165,25 @@ def _drops(node: fx.Node, rank: OnRank, args: dict[str, Any]) -> tuple[Any, ...]
 
 def _lower(node: fx.Node, rank: OnRank) -> LoweredCall:
     args = bind_arguments(node)
-    options = (args["is_causal"], args["scale"], args["enable_gqa"])
-    return LoweredCall(saving_attention, (*(args[name] for name in _NAMES), _drops(node, rank, args), options))
+    return LoweredCall(saving_attention, (_call(args), _drops(node, rank, args)))
 
 
 def _lower_backward(node: fx.Node, rank: OnRank) -> LoweredCall:
     args = bind_arguments(node)
-    options = (args["is_causal"], args["scale"], args["enable_gqa"])
-    values = (args[name] for name in _ARGUMENTS_BACKWARD[:7])
-    return LoweredCall(attention_gradients, (*values, _drops(node, rank, args), options, args["of_mask"]))
+    values = (args["gradient"], args["out"], args["log_sum"])
+    return LoweredCall(attention_gradients, (_call(args), values, _drops(node, rank, args), args["of_mask"]))
 
 
-def saving_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, drops: Any, options: Any) -> Any:
-    """`fxpar.attention_forward` as a lowered graph calls it."""
+def saving_attention(call: Sequence[Any], drops: Sequence[Any]) -> Any:
+    """`fxpar.attention_forward` as a lowered graph calls it: fields of an `SdpaCall` and of `Drops`, if any."""
+    return sdpa.forward(sdpa.SdpaCall(*call), sdpa.Drops(*drops) if drops else None)
+
+
+def attention_gradients(call: Sequence[Any], values: Sequence[Tensor], drops: Sequence[Any], of_mask: bool) -> Any:
+    """`fxpar.attention_backward` as a lowered graph calls it; `values` are the gradient, the result and `log_sum`."""
+    gradient, out, log_sum = values
     dropout = sdpa.Drops(*drops) if drops else None
-    return sdpa.forward(query, key, value, mask, dropout, sdpa.SdpaOptions(*options))
-
-
-def attention_gradients(*args: Any) -> Any:
-    """`fxpar.attention_backward` as a lowered graph calls it."""
-    query, key, value, gradient, out, log_sum, mask, drops, options, of_mask = args
-    dropout = sdpa.Drops(*drops) if drops else None
-    values = (query, key, value, gradient, out, log_sum, mask)
-    return sdpa.backward(*values, dropout, sdpa.SdpaOptions(*options), of_mask)
+    return sdpa.backward(sdpa.SdpaCall(*call), gradient, out, log_sum, dropout, of_mask)
 
 
 def _derivative(reverse: Reverse) -> Gradients:

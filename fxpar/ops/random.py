@@ -173,9 +173,9 @@ def _lower_uniform_like(node: fx.Node, rank: OnRank) -> LoweredCall:
 
 
 def _lower_attention(node: fx.Node, rank: OnRank) -> LoweredCall:
-    query, key, value, mask, rng, p, causal, scale, gqa, *_ = node.args
-    cuts, random = _cuts(node, rank), rank.identity(node)
-    return LoweredCall(sdpa.attention_with_dropout, (query, key, value, mask, rng, p, random, causal, scale, gqa, cuts))
+    query, key, value, mask, rng, p, *options = node.args
+    call, drops = (query, key, value, mask, *options[:3]), (rng, p, rank.identity(node), _cuts(node, rank))
+    return LoweredCall(sdpa.attention_with_dropout, (call, drops))
 
 
 def _cuts(node: fx.Node, rank: OnRank) -> list[Any]:

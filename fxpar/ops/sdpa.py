@@ -9,7 +9,7 @@ Source: Dao et al., "FlashAttention" (arXiv 2205.14135), section 3.1 and appendi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,18 +22,54 @@ from fxpar.ops.dropped_attention import drawn_probabilities, dropped_attention, 
 
 
 @dataclass(frozen=True)
-class SdpaOptions:
-    """How scores are made.
+class SdpaCall:
+    """A call of attention.
 
     Attributes:
+        query: [..., heads, s, e].
+        key: [..., heads, t, e].
+        value: [..., heads, t, v].
+        mask: what a query sees (bool), or what is added to its scores; None where it sees all.
         is_causal: whether a query sees keys up to its own position.
         scale: of the scores; None for one over the root of the head size.
         enable_gqa: whether neighbouring heads share those of key and value.
     """
 
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def factor(self) -> float:
+        """The scale as a number."""
+        return float(self.query.shape[-1] ** -0.5 if self.scale is None else self.scale)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The mask as it is added to scores."""
+        if self.mask is None or self.mask.dtype != torch.bool:
+            return self.mask
+        zero = torch.zeros((), dtype=self.query.dtype, device=self.query.device)
+        return zero.masked_fill(~self.mask, float("-inf"))
+
+    def with_all_heads(self) -> SdpaCall:
+        """Returns the call with a head of key and value for each of the query's."""
+        return replace(self, key=self._repeated(self.key), value=self._repeated(self.value))
+
+    def _repeated(self, x: Tensor) -> Tensor:
+        if not self.enable_gqa or self.query.shape[-3] == x.shape[-3]:
+            return x
+        return x.repeat_interleave(self.query.shape[-3] // x.shape[-3], -3)
+
+    def summed(self, gradient: Tensor, x: Tensor) -> Tensor:
+        """Returns the gradient of a key or value x, of those of its repetitions."""
+        if self.enable_gqa and gradient.shape[-3] != x.shape[-3]:
+            gradient = gradient.unflatten(-3, (x.shape[-3], -1)).sum(-3)
+        return gradient.sum_to_size(x.shape)
 
 
 @dataclass(frozen=True)
@@ -49,147 +85,93 @@ class Drops:
         """The values with their dropped elements, the others scaled."""
         return dropout(x, self.rng, self.p, self.origin, self.cuts)
 
-    def fused(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: SdpaOptions
-    ) -> tuple[Any, ...] | None:
+    def fused(self, call: SdpaCall) -> tuple[Any, ...] | None:
         """What the operators of `fxpar.ops.dropped_attention` take behind their tensors, if there is a kernel."""
-        placed = places(query, key, value, self.p, self.cuts)
+        placed = places(call.query, call.key, call.value, self.p, self.cuts)
         if placed is None:
             return None
         identity, origin = (self.origin, 0) if isinstance(self.origin, Tensor) else (None, self.origin)
-        sizes = (*query.shape[:3], key.shape[2])
+        sizes = (*call.query.shape[:3], call.key.shape[2])
         draw = (self.rng, identity, placed.rows_before, placed.heads_before, sizes, origin, placed.heads)
-        words = drawn_probabilities(*draw, self.p, options.is_causal)
-        return _added(mask, query), words, self.p, options.is_causal, _scale(query, options)
+        words = drawn_probabilities(*draw, self.p, call.is_causal)
+        return call.bias, words, self.p, call.is_causal, call.factor
 
 
-def _call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: SdpaOptions) -> SdpaCall:
-    return SdpaCall(query, key, value, _added(mask, query), options.is_causal, options.scale, options.enable_gqa)
-
-
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, drops: Drops | None, options: SdpaOptions
-) -> tuple[Tensor, Tensor]:
+def forward(call: SdpaCall, drops: Drops | None = None) -> tuple[Tensor, Tensor]:
     """The result [..., s, v], and for each row of scores the logarithm of its sum of exponentials [..., s].
 
     A row whose mask allows nothing gives zeros, as PyTorch's operator does.
     """
     if drops is None:
-        call = _call(query, key, value, mask, options)
-        fused = kernel(call)
+        added = replace(call, mask=call.bias)
+        fused = kernel(added)
         if fused is not None:
-            return fused.forward(call)
-    key, value = (_repeated(x, query, options) for x in (key, value))
-    dropping = None if drops is None else drops.fused(query, key, value, mask, options)
+            return fused.forward(added)
+    call = call.with_all_heads()
+    dropping = None if drops is None else drops.fused(call)
     if dropping is not None:
-        outputs: tuple[Tensor, Tensor] = dropped_attention(query, key, value, *dropping)
+        outputs: tuple[Tensor, Tensor] = dropped_attention(call.query, call.key, call.value, *dropping)
         return outputs
-    scores, nothing = _scores(query, key, mask, options)
+    scores, nothing = _scores(call)
     log_sum = _wide(scores).logsumexp(-1)
     probabilities = scores.softmax(-1)
     if nothing is not None:
         probabilities = probabilities.masked_fill(nothing, 0.0)
     dropped = probabilities if drops is None else drops(probabilities)
-    return dropped @ value, log_sum
+    return dropped @ call.value, log_sum
 
 
 def backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gradient: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    mask: Tensor | None,
-    drops: Drops | None,
-    options: SdpaOptions,
-    of_mask: bool,
+    call: SdpaCall, gradient: Tensor, out: Tensor, log_sum: Tensor, drops: Drops | None = None, of_mask: bool = False
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key and value, and of a mask that is added.
 
     Args:
+        gradient: of the result.
+        out: the result.
+        log_sum: the second result of `forward`.
         of_mask: whether the mask's gradient is wanted.
     """
     if drops is None and not of_mask:
-        call = _call(query, key, value, mask, options)
-        fused = kernel(call)
+        added = replace(call, mask=call.bias)
+        fused = kernel(added)
         if fused is not None:
-            return fused.backward(call, gradient, out, log_sum)
-    keys, values = (_repeated(x, query, options) for x in (key, value))
-    dropping = None if drops is None or of_mask else drops.fused(query, keys, values, mask, options)
+            return fused.backward(added, gradient, out, log_sum)
+    query, full = call.query, call.with_all_heads()
+    dropping = None if drops is None or of_mask else drops.fused(full)
     if dropping is not None:
-        of_query, of_keys, of_values = dropped_attention_gradient(
-            query, keys, values, gradient, out, log_sum, *dropping
-        )
-        return of_query, _summed(of_keys, key, options), _summed(of_values, value, options)
-    scores, nothing = _scores(query, keys, mask, options)
+        tensors = (query, full.key, full.value, gradient, out, log_sum)
+        of_query, of_keys, of_values = dropped_attention_gradient(*tensors, *dropping)
+        return of_query, call.summed(of_keys, call.key), call.summed(of_values, call.value)
+    scores, nothing = _scores(full)
     probabilities = (_wide(scores) - log_sum.unsqueeze(-1)).exp().to(scores.dtype)
     if nothing is not None:
         probabilities = probabilities.masked_fill(nothing, 0.0)
     dropped = probabilities if drops is None else drops(probabilities)
-    of_dropped = gradient @ values.transpose(-2, -1)
+    of_dropped = gradient @ full.value.transpose(-2, -1)
     of_probabilities = of_dropped if drops is None else drops(of_dropped)
     total = (gradient * out).sum(-1, keepdim=True)
     of_scores = probabilities * (of_probabilities - total)
-    scale = _scale(query, options)
-    of_query = (of_scores @ keys).sum_to_size(query.shape) * scale
-    of_key = _summed(of_scores.transpose(-2, -1) @ query, key, options) * scale
-    of_value = _summed(dropped.transpose(-2, -1) @ gradient, value, options)
+    of_query = (of_scores @ full.key).sum_to_size(query.shape) * call.factor
+    of_key = call.summed(of_scores.transpose(-2, -1) @ query, call.key) * call.factor
+    of_value = call.summed(dropped.transpose(-2, -1) @ gradient, call.value)
     gradients = (of_query, of_key, of_value)
-    return (*gradients, of_scores.sum_to_size(mask.shape)) if of_mask and mask is not None else gradients
+    return (*gradients, of_scores.sum_to_size(call.mask.shape)) if of_mask and call.mask is not None else gradients
 
 
-def attention_with_dropout(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    rng: Tensor,
-    p: float,
-    origin: int | Tensor,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    cuts: Sequence[IndexCut],
-) -> Tensor:
-    """The result alone of attention with dropout, arguments as of `Drops` and `SdpaOptions`."""
-    options = SdpaOptions(is_causal, scale, enable_gqa)
-    return forward(query, key, value, mask, Drops(rng, p, origin, cuts), options)[0]
-
-
-def _scale(query: Tensor, options: SdpaOptions) -> float:
-    return float(query.shape[-1] ** -0.5 if options.scale is None else options.scale)
+def attention_with_dropout(call: Sequence[Any], drops: Sequence[Any]) -> Tensor:
+    """The result alone of attention with dropout, as a lowered graph calls it: fields of an `SdpaCall` and `Drops`."""
+    return forward(SdpaCall(*call), Drops(*drops))[0]
 
 
 def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """A mask as it is added to scores."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros((), dtype=query.dtype, device=query.device).masked_fill(~mask, float("-inf"))
-
-
-def _repeated(x: Tensor, query: Tensor, options: SdpaOptions) -> Tensor:
-    """Key or value with a head for each of the query's."""
-    if not options.enable_gqa or query.shape[-3] == x.shape[-3]:
-        return x
-    return x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)
-
-
-def _summed(gradient: Tensor, x: Tensor, options: SdpaOptions) -> Tensor:
-    """The gradient of a key or value, of those of its repetitions."""
-    if options.enable_gqa and gradient.shape[-3] != x.shape[-3]:
-        gradient = gradient.unflatten(-3, (x.shape[-3], -1)).sum(-3)
-    return gradient.sum_to_size(x.shape)
-
-
-def _scores(query: Tensor, key: Tensor, mask: Tensor | None, options: SdpaOptions) -> tuple[Tensor, Tensor | None]:
+def _scores(call: SdpaCall) -> tuple[Tensor, Tensor | None]:
     """Scores, and the rows of them that see nothing, whose scores are zero."""
-    scores = query @ key.transpose(-2, -1) * _scale(query, options)
-    if options.is_causal:
+    scores, mask = call.query @ call.key.transpose(-2, -1) * call.factor, call.mask
+    if call.is_causal:
         rows = torch.arange(scores.shape[-2], device=scores.device)
         mask = rows.unsqueeze(1) >= torch.arange(scores.shape[-1], device=scores.device)
     if mask is None:
@@ -215,26 +197,8 @@ _ROWS = 32  # the efficient kernel has room for so many rows of sums at a time
 
 
 @dataclass(frozen=True)
-class SdpaCall:
-    """A call of attention without dropout.
-
-    Attributes:
-        mask: what is added to the scores, or None.
-        enable_gqa: whether neighbouring heads share those of key and value.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
-
-
-@dataclass(frozen=True)
 class Kernel:
-    """A fused kernel.
+    """A fused kernel, of calls whose mask is added to the scores.
 
     Attributes:
         forward: gives the result and the logarithms of the sums of exponentials, [b, h, s].
@@ -247,7 +211,7 @@ class Kernel:
 
 
 def kernel(call: SdpaCall) -> Kernel | None:
-    """The kernel for a call, None where the plain form is to be computed."""
+    """The kernel for a call whose mask is added to the scores, None where the plain form is to be computed."""
     query, key, value = call.query, call.key, call.value
     if any(x.dim() != 4 for x in (query, key, value)) or query.shape[0] != key.shape[0]:
         return None

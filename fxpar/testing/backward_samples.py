@@ -161,47 +161,18 @@ def convolutions(d: Draw) -> dict[str, Samples]:
 # ---------------------------------------------------------------------- fxpar's own
 
 
-def attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None = None,
-    rng: Tensor | None = None,
-    p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    indices: object = (),
-    *,
-    cuts: tuple[IndexCut, ...] = (),
-) -> tuple[Tensor, Tensor]:
+def attention_forward(*args: Any, cuts: tuple[IndexCut, ...] = ()) -> tuple[Tensor, Tensor]:
     """`fxpar.attention_forward` of a node with some identity; `cuts` say which block the probabilities are."""
+    query, key, value, mask, rng, p, *options = args
     drops = None if rng is None else sdpa.Drops(rng, p, _IDENTITY, cuts)
-    return sdpa.forward(query, key, value, mask, drops, sdpa.SdpaOptions(is_causal, scale, enable_gqa))
+    return sdpa.forward(sdpa.SdpaCall(query, key, value, mask, *options[:3]), drops)
 
 
-def attention_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gradient: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    mask: Tensor | None = None,
-    rng: Tensor | None = None,
-    p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    indices: object = (),
-    of_mask: bool = False,
-    *,
-    cuts: tuple[IndexCut, ...] = (),
-) -> tuple[Tensor, ...]:
+def attention_backward(*args: Any, cuts: tuple[IndexCut, ...] = ()) -> tuple[Tensor, ...]:
     """`fxpar.attention_backward`, likewise."""
+    query, key, value, gradient, out, log_sum, mask, rng, p, *options, _, of_mask = args
     drops = None if rng is None else sdpa.Drops(rng, p, _IDENTITY, cuts)
-    options = sdpa.SdpaOptions(is_causal, scale, enable_gqa)
-    return sdpa.backward(query, key, value, gradient, out, log_sum, mask, drops, options, of_mask)
+    return sdpa.backward(sdpa.SdpaCall(query, key, value, mask, *options), gradient, out, log_sum, drops, of_mask)
 
 
 def attention(d: Draw) -> dict[str, Samples]:

@@ -195,22 +195,10 @@ def rrelu(x: Tensor, *args: Any, cuts: Sequence[IndexCut] = ()) -> Tensor:
     return torch.where(x >= 0, x, x * drawn(x, cuts=cuts))
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    rng: Tensor,
-    p: float,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    indices: object = (),
-    *,
-    cuts: Sequence[IndexCut] = (),
-) -> Tensor:
+def attention(*args: Any, cuts: Sequence[IndexCut] = ()) -> Tensor:
     """`fxpar.attention` of a node with some identity; `cuts` say which block of the whole the probabilities are."""
-    return sdpa.attention_with_dropout(query, key, value, mask, rng, p, _IDENTITY, is_causal, scale, enable_gqa, cuts)
+    query, key, value, mask, rng, p, *options = args
+    return sdpa.attention_with_dropout((query, key, value, mask, *options[:3]), (rng, p, _IDENTITY, cuts))
 
 
 def function(*args: Any, path: str) -> Any:

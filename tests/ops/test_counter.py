@@ -197,12 +197,12 @@ def test_attention_drops_the_same_probabilities_on_every_cut_of_its_heads(heads:
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 4, 5, 6, dtype=torch.float64) for _ in range(3))
     placement = Placement("S", 1, (heads,))
-    whole = attention(query, key, value, None, state(), 0.3, ORIGIN, True, None, False, [])
+    whole = attention((query, key, value, None, True, None, False), (state(), 0.3, ORIGIN, []))
     for rank in range(2):
         layout = Layout.of({"tp": placement})
         q, k, v, wanted = (local_block(x, layout, {"tp": 2}, {"tp": rank}) for x in (query, key, value, whole))
         cuts = [cut_of(placement, 2, rank)]
-        found = attention(q, k, v, None, state(), 0.3, ORIGIN, True, None, False, cuts)
+        found = attention((q, k, v, None, True, None, False), (state(), 0.3, ORIGIN, cuts))
         torch.testing.assert_close(found, wanted)
 
 
@@ -210,7 +210,7 @@ def test_attention_without_dropout_is_pytorchs() -> None:
     torch.manual_seed(0)
     query = torch.randn(2, 4, 5, 6, dtype=torch.float64)
     key, value = (torch.randn(2, 2, 5, 6, dtype=torch.float64) for _ in range(2))
-    found = attention(query, key, value, None, state(), 0.0, ORIGIN, True, 0.3, True, [])
+    found = attention((query, key, value, None, True, 0.3, True), (state(), 0.0, ORIGIN, []))
     wanted = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=0.3, enable_gqa=True
     )

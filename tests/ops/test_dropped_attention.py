@@ -30,9 +30,6 @@ def drops(p: float = 0.1, cuts: tuple[IndexCut, ...] = ()) -> sdpa.Drops:
     return sdpa.Drops(torch.tensor([5, 1, 0], device="meta"), p, 77, cuts)
 
 
-CAUSAL = sdpa.SdpaOptions(is_causal=True, scale=None, enable_gqa=False)
-
-
 def test_heads_of_all_ranks_are_counted() -> None:
     x = heads(6, 3, 8, 16)
     found = places(x, x, x, 0.1, (ROWS, HEADS))
@@ -94,8 +91,9 @@ def test_no_probabilities_are_in_memory() -> None:
             return found
 
     with Watch():  # type: ignore[no-untyped-call]
-        out, log_sum = sdpa.forward(query, key, value, None, drops(), CAUSAL)
-        found = sdpa.backward(query, key, value, out, out, log_sum, None, drops(), CAUSAL, False)
+        call = sdpa.SdpaCall(query, key, value, is_causal=True)
+        out, log_sum = sdpa.forward(call, drops())
+        found = sdpa.backward(call, out, out, log_sum, drops())
     assert biggest == max(x.numel() for x in (query, key, value, out)) < 2 * 8 * 32 * 48
     assert (out.shape, log_sum.shape, log_sum.dtype) == ((2, 8, 32, 24), (2, 8, 32), torch.float32)
     assert [x.shape for x in found] == [query.shape, key.shape, value.shape]
@@ -105,17 +103,18 @@ def test_no_probabilities_are_in_memory() -> None:
 
 def test_heads_that_share_keys_get_a_gradient_each_of_which_the_sum_is_the_keys() -> None:
     query, key = heads(2, 8, 32, 16), heads(2, 2, 32, 16)
-    options = sdpa.SdpaOptions(is_causal=True, scale=None, enable_gqa=True)
-    out, log_sum = sdpa.forward(query, key, key, None, drops(), options)
-    found = sdpa.backward(query, key, key, out, out, log_sum, None, drops(), options, False)
+    call = sdpa.SdpaCall(query, key, key, is_causal=True, enable_gqa=True)
+    out, log_sum = sdpa.forward(call, drops())
+    found = sdpa.backward(call, out, out, log_sum, drops())
     assert [x.shape for x in found] == [query.shape, key.shape, key.shape]
 
 
 def test_a_forward_and_its_backward_have_one_draw() -> None:
     def step(query: Tensor, key: Tensor, rng: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
         own = sdpa.Drops(rng, 0.1, 77, (IndexCut(0, 1, 1, 4, rng[2]),))
-        out, log_sum = sdpa.forward(query, key, key, None, own, CAUSAL)
-        return out, *sdpa.backward(query, key, key, gradient, out, log_sum, None, own, CAUSAL, False)
+        call = sdpa.SdpaCall(query, key, key, is_causal=True)
+        out, log_sum = sdpa.forward(call, own)
+        return out, *sdpa.backward(call, gradient, out, log_sum, own)
 
     with FakeTensorMode():
         given = (heads(2, 8, 32, 16), heads(2, 8, 48, 16), torch.empty(3, dtype=torch.int64, device="meta"))

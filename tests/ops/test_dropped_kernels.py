@@ -96,13 +96,13 @@ def test_the_kernels_compute_the_plain_form(case: Case, dtype: torch.dtype) -> N
     identity: Any = torch.tensor(IDENTITY, device="cuda") if case.is_operand else IDENTITY
     cuts = [IndexCut(*cut[:4], torch.tensor(cut[4], device="cuda")) for cut in case.cuts]
     drops = sdpa.Drops(torch.tensor([(1 << 40) + 5, 3, 1], device="cuda"), case.p, identity, cuts)
-    options = sdpa.SdpaOptions(case.is_causal, case.scale, count != shared)
 
     def run(*tensors: Tensor) -> list[Tensor]:
         query, key, value, of_out = tensors
         own = mask if mask is None or mask.dtype == torch.bool else mask.to(query.dtype)
-        out, log_sum = sdpa.forward(query, key, value, own, drops, options)
-        return [out, *sdpa.backward(query, key, value, of_out, out, log_sum, own, drops, options, False)]
+        call = sdpa.SdpaCall(query, key, value, own, case.is_causal, case.scale, count != shared)
+        out, log_sum = sdpa.forward(call, drops)
+        return [out, *sdpa.backward(call, of_out, out, log_sum, drops)]
 
     wanted = run(*(x.double() for x in (q, k, v, gradient)))
     found, again = run(q, k, v, gradient), run(q, k, v, gradient)

@@ -19,9 +19,8 @@ CASES = {
 }
 
 
-def values(
-    name: str, device: str, dtype: torch.dtype, length: int
-) -> tuple[list[Tensor], Tensor | None, sdpa.SdpaOptions]:
+def values(name: str, device: str, dtype: torch.dtype, length: int) -> tuple[SdpaCall, Tensor]:
+    """A call, and the gradient of its result."""
     heads, shared, causal, kind = CASES[name]
     generator = torch.Generator().manual_seed(length)
 
@@ -33,25 +32,24 @@ def values(
     mask = None if kind is None else made(2, 1, length, length)
     if kind == "bool" and mask is not None:
         mask = (mask > -1) | torch.eye(length, dtype=torch.bool, device=device)
-    return [query, key, value, gradient], mask, sdpa.SdpaOptions(causal, None, heads != shared)
+    return SdpaCall(query, key, value, mask, causal, None, heads != shared), gradient
 
 
-def found(tensors: list[Tensor], mask: Tensor | None, options: sdpa.SdpaOptions) -> list[Tensor]:
+def fused(call: SdpaCall, gradient: Tensor) -> list[Tensor]:
     """The result and the gradients."""
-    query, key, value, gradient = tensors
-    out, log_sum = sdpa.forward(query, key, value, mask, None, options)
-    assert log_sum.shape == query.shape[:-1]
-    return [out, *sdpa.backward(query, key, value, gradient, out, log_sum, mask, None, options, False)]
+    out, log_sum = sdpa.forward(call)
+    assert log_sum.shape == call.query.shape[:-1]
+    return [out, *sdpa.backward(call, gradient, out, log_sum)]
 
 
-def wanted(tensors: list[Tensor], mask: Tensor | None, options: sdpa.SdpaOptions) -> list[Tensor]:
+def plain(call: SdpaCall, gradient: Tensor) -> list[Tensor]:
     """By autograd of PyTorch's own operator, in float64."""
-    query, key, value = leaves = [t.double().requires_grad_() for t in tensors[:3]]
-    given = mask.double() if mask is not None and mask.is_floating_point() else mask
+    query, key, value = leaves = [t.double().requires_grad_() for t in (call.query, call.key, call.value)]
+    mask = call.mask.double() if call.mask is not None and call.mask.is_floating_point() else call.mask
     out = functional.scaled_dot_product_attention(
-        query, key, value, given, is_causal=options.is_causal, enable_gqa=options.enable_gqa
+        query, key, value, mask, is_causal=call.is_causal, enable_gqa=call.enable_gqa
     )
-    return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3].double())]
+    return [out.detach(), *torch.autograd.grad(out, leaves, gradient.double())]
 
 
 def assert_alike(mine: list[Tensor], right: list[Tensor], tolerance: float) -> None:
@@ -62,8 +60,8 @@ def assert_alike(mine: list[Tensor], right: list[Tensor], tolerance: float) -> N
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("length", [16, 33])
 def test_on_the_cpu(name: str, length: int) -> None:
-    tensors, mask, options = values(name, "cpu", torch.float32, length)
-    assert_alike(found(tensors, mask, options), wanted(tensors, mask, options), 1e-5)
+    case = values(name, "cpu", torch.float32, length)
+    assert_alike(fused(*case), plain(*case), 1e-5)
 
 
 @pytest.mark.gpu
@@ -71,13 +69,11 @@ def test_on_the_cpu(name: str, length: int) -> None:
 @pytest.mark.parametrize("length", [64, 77])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu(name: str, length: int, dtype: torch.dtype) -> None:
-    tensors, mask, options = values(name, "cuda", dtype, length)
-    assert_alike(
-        found(tensors, mask, options), wanted(tensors, mask, options), 1e-4 if dtype == torch.float32 else 3e-2
-    )
+    case = values(name, "cuda", dtype, length)
+    assert_alike(fused(*case), plain(*case), 1e-4 if dtype == torch.float32 else 3e-2)
 
 
 @pytest.mark.gpu
 def test_long_rows_in_half_precision_have_a_fused_kernel() -> None:
     query = torch.empty(2, 8, 1024, 64, device="cuda", dtype=torch.bfloat16)
-    assert kernel(SdpaCall(query, query, query, None, True, None, False)) is not None
+    assert kernel(SdpaCall(query, query, query, is_causal=True)) is not None
