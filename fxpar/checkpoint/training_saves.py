@@ -55,9 +55,10 @@ _DELAY = 10.0
 
 
 @dataclass(frozen=True)
-class Extras:
-    """What belongs to a training besides weights and optimizer; None where there is none."""
+class TrainingObjects:
+    """What belongs to a training besides its model: the optimizer, and a scheduler and a scaler, if any."""
 
+    optimizer: Optimizer
     scheduler: Any = None
     scaler: Any = None
 
@@ -78,8 +79,7 @@ def save_training(
     model: nn.Module,
     plan: Plan,
     folder: str | Path,
-    optimizer: Optimizer,
-    extras: Extras,
+    objects: TrainingObjects,
     progress: TrainingProgress,
     keep: int,
     shard_size: int | str,
@@ -98,7 +98,7 @@ def save_training(
             f"{shown(keep)} is no positive integer", where="keep", remedy="give the number of saves that stay"
         )
     limit, root = bytes_of(shard_size), folder_of(folder)
-    state = collect(weights, optimizer)
+    state = collect(weights, objects.optimizer)
     saved = {name: entry.tensor for name, entry in saved_once(weights).items()}
     tensors = {_WEIGHTS: saved, **{f"optimizer.{key}": by_name for key, by_name in state.tensors.items()}}
     specs = {kind: {name: Spec.of(value) for name, value in by_name.items()} for kind, by_name in tensors.items()}
@@ -107,8 +107,8 @@ def save_training(
         "step": progress.step,
         "position": encode(progress.position, "position"),
         "optimizer": state.document,
-        "scheduler": _extra(extras.scheduler, "scheduler"),
-        "scaler": _extra(extras.scaler, "scaler"),
+        "scheduler": _extra(objects.scheduler, "scheduler"),
+        "scaler": _extra(objects.scaler, "scaler"),
         "plan": plan.to_dict(),
         "seed": plan.seed,
         "ranks": weights.size,
@@ -263,9 +263,7 @@ def _unsealed(path: Path) -> Any:
 # ---------------------------------------------------------------------- resuming
 
 
-def resume_training(
-    weights: RankTensors, folder: str | Path, optimizer: Optimizer, extras: Extras, seed: int
-) -> TrainingProgress:
+def resume_training(weights: RankTensors, folder: str | Path, objects: TrainingObjects, seed: int) -> TrainingProgress:
     """Resumes from the last save of a folder, or from a certain one. A collective call.
 
     Args:
@@ -284,14 +282,14 @@ def resume_training(
             remedy="resume with the fxpar that saved it",
         )
     weights.agree({"the save": path.name, "its content": _fact(content)}, "give every rank the same folder")
-    _check_fits(weights, path, content, optimizer, extras, seed)
+    _check_fits(weights, path, content, objects, seed)
     _check_files(weights, path, content)
     weights.agree({}, "")  # no rank has an objection
     load(weights, Checkpoint(_entry_point(path, _WEIGHTS)))
     states = {kind.removeprefix("optimizer."): kind for kind in content["files"] if kind != _WEIGHTS}
     opened = {key: Checkpoint(_entry_point(path, kind)) for key, kind in states.items()}
-    restore(weights, optimizer, content["optimizer"], opened)
-    for name, value in (("scheduler", extras.scheduler), ("scaler", extras.scaler)):
+    restore(weights, objects.optimizer, content["optimizer"], opened)
+    for name, value in (("scheduler", objects.scheduler), ("scaler", objects.scaler)):
         if value is not None:
             value.load_state_dict(decode(content[name]["state"]))
     return TrainingProgress(content["step"], decode(content["position"]))
@@ -303,7 +301,7 @@ def _entry_point(path: Path, kind: str) -> Path:
 
 
 def _check_fits(
-    weights: RankTensors, path: Path, content: Mapping[str, Any], optimizer: Optimizer, extras: Extras, seed: int
+    weights: RankTensors, path: Path, content: Mapping[str, Any], objects: TrainingObjects, seed: int
 ) -> None:
     where = str(path)
     if content["seed"] != seed:
@@ -312,8 +310,8 @@ def _check_fits(
             where=where,
             remedy=f"use Plan(seed={content['seed']})",
         )
-    check_fits(weights, optimizer, content["optimizer"], where)
-    for name, value in (("scheduler", extras.scheduler), ("scaler", extras.scaler)):
+    check_fits(weights, objects.optimizer, content["optimizer"], where)
+    for name, value in (("scheduler", objects.scheduler), ("scaler", objects.scaler)):
         saved = content[name]
         if (saved is None) != (value is None):
             there = f"holds a {name}, and none was passed" if saved else f"holds no {name}"

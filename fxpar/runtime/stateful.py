@@ -28,7 +28,7 @@ from fxpar.checkpoint.state_dicts import (
     save_checkpoint,
     sharded_state_dict,
 )
-from fxpar.checkpoint.training_saves import Extras, TrainingProgress, resume_training, save_training
+from fxpar.checkpoint.training_saves import TrainingObjects, TrainingProgress, resume_training, save_training
 from fxpar.errors import InputError, shown
 from fxpar.ir.step import is_mixed, main_dtype
 from fxpar.layout.layout import Layout
@@ -224,9 +224,9 @@ class Stateful(Root):
                 cannot be written or is not the same on all ranks.
             InputError: an option or object of the wrong kind, or trainings that differ between ranks.
         """
-        extras, progress = Extras(scheduler, scaler), TrainingProgress(self.step, position)
+        objects, progress = TrainingObjects(optimizer, scheduler, scaler), TrainingProgress(self.step, position)
         model = (self._programs.skeleton, self.plan)
-        return save_training(self._held(), *model, folder, optimizer, extras, progress, keep, shard_size)
+        return save_training(self._held(), *model, folder, objects, progress, keep, shard_size)
 
     @together_at_once
     def resume_training(
@@ -252,7 +252,7 @@ class Stateful(Root):
             CheckpointError: there is no save, it is damaged, or what was saved does not fit; nothing is loaded then.
             InputError: an object of the wrong kind, or other saves on other ranks.
         """
-        progress = resume_training(self._held(), folder, optimizer, Extras(scheduler, scaler), self.plan.seed)
+        progress = resume_training(self._held(), folder, TrainingObjects(optimizer, scheduler, scaler), self.plan.seed)
         self.step = progress.step
         return progress.position
 
