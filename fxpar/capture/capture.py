@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxpar.capture.convert import CallSpec, convert
+from fxpar.capture.dynamo import Offered
 from fxpar.capture.eager import compare, walk
 from fxpar.capture.expert_modules import named_experts
 from fxpar.capture.guards import check_model, check_samples
@@ -160,8 +161,8 @@ def _capture(
     others, experts = OtherMemos(), named_experts(model, plan.experts.expert_modules)
 
     def traced(copies: bool) -> tuple[Trace, Program, CallSpec]:
-        options: dict[str, Any] = {"copies": copies, "experts": experts, "fixed": fixed, "dtype": input_dtype(plan)}
-        parts = _traced(partial(trace, model, batch, function, others=others, **options), model, batch, plan, name)
+        options: dict[str, Any] = {"others": others, "copies": copies, "experts": experts, "dtype": input_dtype(plan)}
+        parts = _traced(partial(trace, model, batch, function, **options), model, batch, plan, name, fixed)
         check_written(parts[1], parts[0].norms)
         return parts[0], _with_trainable_loss(model, parts[1], is_guess=loss is None), parts[2]
 
@@ -181,17 +182,22 @@ def _capture(
 
 
 def _traced(
-    trace_with: Callable[..., Trace], model: nn.Module, batch: Any, plan: Plan, name: str | None
+    trace_with: Callable[..., Trace],
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    name: str | None,
+    fixed: frozenset[tuple[int, int]],
 ) -> tuple[Trace, Program, CallSpec]:
     """A trace with as many symbolic dimensions as the model takes, and its program.
 
     Args:
-        trace_with: makes a trace with `symbolic` of the leading dimensions as symbols.
+        trace_with: makes a trace with the dimensions that are `offered` as symbols.
     """
     ranks = [value.dim() for value in pytree.tree_leaves(batch) if isinstance(value, Tensor)]
     for symbolic in (None, *(count for count in (2, 1) if count < max(ranks, default=0)), 0):
         try:
-            traced = trace_with(symbolic=symbolic)
+            traced = trace_with(offered=Offered(symbolic, fixed))
             program, spec = convert(traced, model, plan, name)
             write_defaults(program.graph.nodes)
             floats_as_tensors(program)

@@ -12,7 +12,7 @@ import logging
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -147,24 +147,20 @@ def trace(
     model: nn.Module,
     batch: Any,
     loss: Callable[..., Any] | None,
-    symbolic: int | None = None,
+    offered: Offered,
     others: OtherMemos | None = None,
     *,
     copies: bool = False,
     experts: Sequence[ExpertModule] = (),
-    fixed: Collection[tuple[int, int]] = (),
     dtype: torch.dtype | None = None,
 ) -> Trace:
     """Traces the model on a batch, and with `loss` also `loss(outputs, batch)`.
 
-    Every dimension of two or more elements is offered as symbolic; the model may pin it.
-
     Args:
-        symbolic: how many leading dimensions are offered; None for all.
+        offered: dimensions that may be symbolic; the model may pin them.
         others: memoised functions of a capture that traces several times.
         copies: whether calls of layers that repeat may be copies of the first one's, which the caller is to prove.
         experts: modules that the plan names.
-        fixed: dimensions and sizes that are not offered.
         dtype: in which the forward takes floating tensors; None for their own.
 
     Raises:
@@ -178,7 +174,7 @@ def trace(
     with quiet(), routed_experts(experts), no_host_random(model), with_memory(model, safe) as (batch, originals):
         call = called(model, batch, loss, dtype)
         with patches.known_counts(), Blamed(_raised):
-            traced = _trace(call, Offered(symbolic, frozenset(fixed)), originals, others or OtherMemos(), copies)
+            traced = _trace(call, offered, originals, others or OtherMemos(), copies)
         return replace(traced, keywords=isinstance(call.module, WithKeywords))
 
 

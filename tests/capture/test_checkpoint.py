@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 from fxpar.capture.capture import Captured, capture
+from fxpar.capture.dynamo import Offered
 from fxpar.capture.trace import trace
 from fxpar.ir.program import Program, note
 from fxpar.manager import PassManager
@@ -135,7 +136,9 @@ def test_each_layer_of_a_hugging_face_model_is_a_region(reentrant: bool) -> None
 
 def test_the_numbers_survive_functional_form() -> None:
     """Without `preserve_node_meta` around the trace every number is lost."""
-    traced = trace(net(lambda m, x: m.down(checkpoint(m.up, x, use_reentrant=False).relu_()).sum()), example(), None)
+    traced = trace(
+        net(lambda m, x: m.down(checkpoint(m.up, x, use_reentrant=False).relu_()).sum()), example(), None, Offered()
+    )
     marks = [n.meta.get("custom", {}).get("fxpar_recompute") for n in traced.exported.graph.nodes]
     assert marks.count(1) == 1
     assert traced.recorder.regions == 1
