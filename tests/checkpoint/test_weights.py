@@ -25,91 +25,93 @@ def reference(name: str) -> Any:
     "name", ["tiny", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("llama", "gpt2"))]
 )
 def test_a_meta_model_has_the_weights_of_the_reference(world2: World, name: str) -> None:
-    wanted = reference(name)
-    for found in world2.run(weight_jobs.initialise, name):
-        assert_equal_states(found["state"], wanted.state_dict())
-        assert {n: b.tolist() for n, b in found["buffers"].items()} == {
-            n: b.tolist() for n, b in wanted.named_buffers()
+    expected = reference(name)
+    for results in world2.run(weight_jobs.initialise, name):
+        assert_equal_states(results["state"], expected.state_dict())
+        assert {n: b.tolist() for n, b in results["buffers"].items()} == {
+            n: b.tolist() for n, b in expected.named_buffers()
         }
-        torch.testing.assert_close(found["loss"], wanted(**weight_jobs.batch(name))["loss"].detach())
-        assert found["untouched"]
+        torch.testing.assert_close(results["loss"], expected(**weight_jobs.batch(name))["loss"].detach())
+        assert results["untouched"]
 
 
 @pytest.mark.matrix
 def test_four_ranks_that_share_heads_have_them_too(world4: World) -> None:
-    wanted = reference("llama").state_dict()
-    for found in world4.run(weight_jobs.initialise, "llama"):
-        assert_equal_states(found["state"], wanted)
+    expected = reference("llama").state_dict()
+    for results in world4.run(weight_jobs.initialise, "llama"):
+        assert_equal_states(results["state"], expected)
 
 
 def test_sharded_checkpoints_load_under_other_plans(world2: World, world4: World, tmp_path: Path) -> None:
-    wanted = reference("llama").state_dict()
+    expected = reference("llama").state_dict()
     kinds = world4.run(weight_jobs.save_sharded, "llama", tmp_path / "4")[0]
     layer = "model.layers.0"
-    assert list(kinds) == list(wanted)
+    assert list(kinds) == list(expected)
     assert kinds["model.embed_tokens.weight"] == kinds["lm_head.weight"] == "(IrregularShard(S(0: 29 ~ 32)),)"
     assert kinds[f"{layer}.self_attn.k_proj.weight"] == "(IrregularShard(S(0: 8 / 2; I)),)"
     assert kinds[f"{layer}.mlp.down_proj.weight"] == "(Shard(dim=1),)"
     assert kinds["model.norm.weight"] == "whole"
-    for found in world2.run(weight_jobs.load_sharded, "llama", tmp_path / "4"):
-        assert_equal_states(found, wanted)
-    assert_equal_states(weight_jobs.load_sharded("llama", tmp_path / "4"), wanted)
+    for results in world2.run(weight_jobs.load_sharded, "llama", tmp_path / "4"):
+        assert_equal_states(results, expected)
+    assert_equal_states(weight_jobs.load_sharded("llama", tmp_path / "4"), expected)
     world2.run(weight_jobs.save_sharded, "llama", tmp_path / "2")
-    for found in world4.run(weight_jobs.load_sharded, "llama", tmp_path / "2"):
-        assert_equal_states(found, wanted)
+    for results in world4.run(weight_jobs.load_sharded, "llama", tmp_path / "2"):
+        assert_equal_states(results, expected)
 
 
 def test_fused_matrices_load_on_one_process_and_back(world2: World, tmp_path: Path) -> None:
-    wanted = reference("gpt2").state_dict()
+    expected = reference("gpt2").state_dict()
     kinds = world2.run(weight_jobs.save_sharded, "gpt2", tmp_path / "2")[0]
     assert kinds["transformer.h.0.attn.c_attn.weight"] == "(IrregularShard(S(1: 3 x 16)),)"
-    assert_equal_states(weight_jobs.load_sharded("gpt2", tmp_path / "2"), wanted)
+    assert_equal_states(weight_jobs.load_sharded("gpt2", tmp_path / "2"), expected)
     weight_jobs.save_sharded("gpt2", tmp_path / "1")
-    for found in world2.run(weight_jobs.load_sharded, "gpt2", tmp_path / "1"):
-        assert_equal_states(found, wanted)
+    for results in world2.run(weight_jobs.load_sharded, "gpt2", tmp_path / "1"):
+        assert_equal_states(results, expected)
 
 
 def test_a_state_dict_is_loaded_as_it_is_or_refused(world2: World) -> None:
-    for found in world2.run(weight_jobs.other_states, "tiny"):
-        assert_equal_states(found["loaded"], found["wanted"])
-        assert_equal_states(found["whole"], found["wanted"])
-        assert found["missing"][0] == "CheckpointError"
-        assert found["other"][:2] == ("CheckpointError", "up.weight")
-        assert found["other"][2] == "is cut tp:S(1) on 2 ranks and must be cut tp:S(0) on 2 ranks"
-        assert found["tied"][:2] == ("CheckpointError", "head.weight")
-        assert found["some"] == (["up.bias"], ["extra"])
-        assert found["assign"][:2] == ("InputError", "load_state_dict()")
-        assert found["parent"][:2] == ("InputError", "state_dict()")
+    for results in world2.run(weight_jobs.other_states, "tiny"):
+        assert_equal_states(results["loaded"], results["wanted"])
+        assert_equal_states(results["whole"], results["wanted"])
+        assert results["missing"][0] == "CheckpointError"
+        assert results["other"][:2] == ("CheckpointError", "up.weight")
+        assert results["other"][2] == "is cut tp:S(1) on 2 ranks and must be cut tp:S(0) on 2 ranks"
+        assert results["tied"][:2] == ("CheckpointError", "head.weight")
+        assert results["some"] == (["up.bias"], ["extra"])
+        assert results["assign"][:2] == ("InputError", "load_state_dict()")
+        assert results["parent"][:2] == ("InputError", "state_dict()")
 
 
 def test_exports_are_read_by_transformers_and_by_other_plans(world2: World, world4: World, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    wanted = reference("llama").state_dict()
-    for found in world2.run(weight_jobs.export, "llama", folder, LIMIT):
-        assert_equal_states(found["state"], wanted)
-        assert {"config.json", "model.safetensors.index.json", "model-00001-of-00009.safetensors"} <= {*found["files"]}
+    expected = reference("llama").state_dict()
+    for results in world2.run(weight_jobs.export, "llama", folder, LIMIT):
+        assert_equal_states(results["state"], expected)
+        assert {"config.json", "model.safetensors.index.json", "model-00001-of-00009.safetensors"} <= {
+            *results["files"]
+        }
         # The blocks of two ranks and the whole of one tensor, and one file.
-        total = sum(value.numel() * 4 for name, value in wanted.items() if name != "lm_head.weight")
-        assert found["peak"] <= 3 * found["largest"] + max(LIMIT, found["largest"]) < total
+        total = sum(value.numel() * 4 for name, value in expected.items() if name != "lm_head.weight")
+        assert results["peak"] <= 3 * results["largest"] + max(LIMIT, results["largest"]) < total
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         assert len(tensors) == 1 or sum(value.nbytes for value in tensors.values()) <= LIMIT
     loaded = transformers.LlamaForCausalLM.from_pretrained(folder)
-    assert_equal_states(loaded.state_dict(), wanted)
-    for found in world4.run(weight_jobs.read_back, "llama", folder):
-        assert_equal_states(found, wanted)
+    assert_equal_states(loaded.state_dict(), expected)
+    for results in world4.run(weight_jobs.read_back, "llama", folder):
+        assert_equal_states(results, expected)
 
 
 @pytest.mark.matrix
 def test_a_checkpoint_of_transformers_is_read_by_shards(world2: World, tmp_path: Path) -> None:
     original = reference("gpt2")
     original.save_pretrained(tmp_path)
-    wanted = original.state_dict()
+    expected = original.state_dict()
     whole = sum(value.nbytes for value in original.parameters())
-    for found in world2.run(weight_jobs.from_checkpoint, "gpt2", tmp_path, "as_is", tmp_path / "again"):
-        assert_equal_states(found["state"], wanted)
-        assert found["loading"].read < 0.7 * whole
-        assert found["loading"].peak < 0.9 * whole
+    for results in world2.run(weight_jobs.from_checkpoint, "gpt2", tmp_path, "as_is", tmp_path / "again"):
+        assert_equal_states(results["state"], expected)
+        assert results["loading"].read < 0.7 * whole
+        assert results["loading"].peak < 0.9 * whole
 
 
 @pytest.mark.parametrize(
@@ -127,19 +129,19 @@ def test_a_checkpoint_is_cast_to_the_plan_s_precision(
     original = models.tiny(weight_jobs.Resettable).to(saved)
     state = {n: v.contiguous() for n, v in original.state_dict().items() if n != "head.weight"}
     save_file({**state, "shift": torch.zeros(6)}, tmp_path / "model.safetensors")
-    found = weight_jobs.from_checkpoint("tiny", tmp_path / "model.safetensors", precision, tmp_path / "again")
+    results = weight_jobs.from_checkpoint("tiny", tmp_path / "model.safetensors", precision, tmp_path / "again")
     for name, value in original.state_dict().items():
-        assert torch.equal(found["state"][name], value.to(torch.float32 if name == "scale" else dtype)), name
+        assert torch.equal(results["state"][name], value.to(torch.float32 if name == "scale" else dtype)), name
     saved_again = load_file(tmp_path / "again" / "model.safetensors")
-    assert all(torch.equal(value, found["state"][name]) for name, value in saved_again.items())
+    assert all(torch.equal(value, results["state"][name]) for name, value in saved_again.items())
     assert {value.dtype for value in saved_again.values()} == {dtype, torch.float32}
-    assert found["buffers"]["shift"].tolist() == list(range(6))  # not saved: the module's own
+    assert results["buffers"]["shift"].tolist() == list(range(6))  # not saved: the module's own
 
 
 def test_one_file_is_written_where_it_is_large_enough(tmp_path: Path) -> None:
-    found = weight_jobs.export("tiny", tmp_path, "5GB")
-    assert found["files"] == ["model.safetensors"]
-    assert load_file(tmp_path / "model.safetensors").keys() == found["state"].keys() - {"head.weight"}
+    results = weight_jobs.export("tiny", tmp_path, "5GB")
+    assert results["files"] == ["model.safetensors"]
+    assert load_file(tmp_path / "model.safetensors").keys() == results["state"].keys() - {"head.weight"}
     model = weight_jobs.initial("tiny")
     with pytest.raises(CheckpointError, match=r"holds model\.safetensors already"):
         model.save_checkpoint(tmp_path)
@@ -153,7 +155,7 @@ def test_one_file_is_written_where_it_is_large_enough(tmp_path: Path) -> None:
 
 def test_bad_checkpoints_are_refused_and_nothing_is_loaded(world2: World, tmp_path: Path) -> None:
     good = {n: torch.full_like(v, 7.0) for n, v in models.tiny().state_dict().items()}
-    given: dict[str, Any] = {
+    states: dict[str, Any] = {
         "missing": {n: v for n, v in good.items() if n != "up.bias"},
         "unknown": {**good, "extra.weight": torch.ones(2)},
         "shape": {**good, "down.bias": torch.ones(3)},
@@ -161,20 +163,20 @@ def test_bad_checkpoints_are_refused_and_nothing_is_loaded(world2: World, tmp_pa
         "prefix": {f"model.{n}": v for n, v in good.items()},
         "short": {n: v for n, v in good.items() if n not in ("embed.weight", "head.weight")},
     }
-    for name, state in given.items():
+    for name, state in states.items():
         save_file({n: v.clone() for n, v in state.items()}, tmp_path / f"{name}.safetensors")
     (tmp_path / "torn.safetensors").write_bytes((tmp_path / "tied.safetensors").read_bytes()[:100])
-    for found in world2.run(weight_jobs.refused_checkpoints, tmp_path):
-        assert found.pop("unchanged")
-        assert {kind for kind, *_ in found.values()} == {"CheckpointError"}
-        assert all(where and reason and remedy for _, where, reason, remedy in found.values())
-        assert found["missing"][2] == "lacks up.bias"
-        assert found["unknown"][2] == "has the unknown extra.weight"
-        assert found["shape"][2] == "has shape [3] and must be a tensor of shape [6]"
-        assert "other values" in found["tied"][2]
-        assert "rename=lambda name: name.removeprefix('model.')" in found["prefix"][3]
-        assert found["short"][2] == "lacks embed.weight, head.weight"
-        assert "cannot be read" in found["torn"][2]
+    for results in world2.run(weight_jobs.refused_checkpoints, tmp_path):
+        assert results.pop("unchanged")
+        assert {kind for kind, *_ in results.values()} == {"CheckpointError"}
+        assert all(where and reason and remedy for _, where, reason, remedy in results.values())
+        assert results["missing"][2] == "lacks up.bias"
+        assert results["unknown"][2] == "has the unknown extra.weight"
+        assert results["shape"][2] == "has shape [3] and must be a tensor of shape [6]"
+        assert "other values" in results["tied"][2]
+        assert "rename=lambda name: name.removeprefix('model.')" in results["prefix"][3]
+        assert results["short"][2] == "lacks embed.weight, head.weight"
+        assert "cannot be read" in results["torn"][2]
     model = weight_jobs.initial("tiny")
     model.load_checkpoint(fxpar.Checkpoint(tmp_path / "prefix.safetensors", lambda name: name.removeprefix("model.")))
     assert_equal_states(model.full_state_dict(), good)

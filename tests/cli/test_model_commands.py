@@ -34,21 +34,21 @@ def test_trace_prints_a_program_that_can_be_read_back(tmp_path: Path) -> None:
 
 
 def test_trace_json_says_what_was_captured() -> None:
-    found = fxpar("trace", TINY, "--json").document
-    assert set(found) == {
+    document = fxpar("trace", TINY, "--json").document
+    assert set(document) == {
         *("how", "nodes", "parameters", "inputs", "outputs", "symbols", "loss"),
         *("operators", "without_rule", "recompute_regions"),
     }
-    assert found["how"] == "export"
-    assert found["inputs"] == ["input_ids", "labels"]
-    assert found["outputs"] == ["loss", "logits"]
-    assert found["loss"] == "loss"
-    assert found["parameters"] == 16
-    assert found["symbols"]["s"] == {"input": "input_ids", "dim": 1, "example": 16}
-    assert found["operators"]["aten.addmm.default"] == 4
-    assert found["recompute_regions"] == 0
-    calls = sum(found["operators"].values())
-    assert calls + found["parameters"] + len(found["inputs"]) + 1 == found["nodes"]
+    assert document["how"] == "export"
+    assert document["inputs"] == ["input_ids", "labels"]
+    assert document["outputs"] == ["loss", "logits"]
+    assert document["loss"] == "loss"
+    assert document["parameters"] == 16
+    assert document["symbols"]["s"] == {"input": "input_ids", "dim": 1, "example": 16}
+    assert document["operators"]["aten.addmm.default"] == 4
+    assert document["recompute_regions"] == 0
+    calls = sum(document["operators"].values())
+    assert calls + document["parameters"] + len(document["inputs"]) + 1 == document["nodes"]
 
 
 def test_trace_out_writes_the_text_and_prints_a_summary(small: str, tmp_path: Path) -> None:
@@ -67,33 +67,33 @@ def test_trace_follows_mode_sizes_and_plan() -> None:
 
 
 def test_passes_lists_contracts() -> None:
-    found = fxpar("passes", "--json").document
-    assert [entry["name"] for entry in found] == [*NAMES, *(item.name for item in STEP_PASSES)]
-    assert set(found[0]) == {"name", "requires", "provides", "invalidates", "preserves", "summary", "when"}
-    assert found[1]["requires"] == ["canonical"]
-    assert [found[i]["provides"] for i in (2, 4, 6)] == [["masks"], ["sequence"], ["layouts"]]
-    by_name = {entry["name"]: entry for entry in found}
+    document = fxpar("passes", "--json").document
+    assert [entry["name"] for entry in document] == [*NAMES, *(item.name for item in STEP_PASSES)]
+    assert set(document[0]) == {"name", "requires", "provides", "invalidates", "preserves", "summary", "when"}
+    assert document[1]["requires"] == ["canonical"]
+    assert [document[i]["provides"] for i in (2, 4, 6)] == [["masks"], ["sequence"], ["layouts"]]
+    by_name = {entry["name"]: entry for entry in document}
     assert by_name["localize"]["requires"] == ["collectives", "rng", "vocabulary"]
     assert {name: entry["when"] for name, entry in by_name.items() if entry["when"]} == {
         "partition_stages": "the plan has a pipeline",
     }
-    assert all(entry["summary"] for entry in found)
-    assert {entry["preserves"] for entry in found[: len(NAMES)]} == {"values"}
+    assert all(entry["summary"] for entry in document)
+    assert {entry["preserves"] for entry in document[: len(NAMES)]} == {"values"}
     listing = fxpar("passes").out
     assert "requires canonical" in listing
     assert "where the plan has a pipeline" in listing
 
 
 def test_run_reports_each_pass() -> None:
-    found = fxpar("run", TINY, *SPLIT, "--json", "--print").document
-    assert [record["name"] for record in found["passes"]] == RUN
-    inserted = found["passes"][RUN.index("insert_collectives")]
+    document = fxpar("run", TINY, *SPLIT, "--json", "--print").document
+    assert [record["name"] for record in document["passes"]] == RUN
+    inserted = document["passes"][RUN.index("insert_collectives")]
     assert inserted["added"]
     assert not inserted["erased"]
     assert inserted["seconds"] >= 0
-    assert {"local", "vocabulary"} <= set(found["properties"])
-    assert found["split_flops"] == 1
-    assert found["text"].startswith("fxpar 2\n")
+    assert {"local", "vocabulary"} <= set(document["properties"])
+    assert document["split_flops"] == 1
+    assert document["text"].startswith("fxpar 2\n")
 
 
 def test_run_stops_and_prints_where_it_is_told(small: str) -> None:
@@ -119,13 +119,13 @@ def test_a_second_dump_replaces_the_first(small: str, tmp_path: Path) -> None:
 
 def test_verify_json_has_the_errors(verified: Result) -> None:
     assert verified.status == 0
-    found = verified.document
-    assert found["ok"] is True
-    assert found["level"] == "values"
-    assert found["max_grad_error"] < 1e-12
-    assert found["loss_error"] < 1e-12
-    assert found["split_flops"] == 1
-    assert found["gradients"] == 16
+    document = verified.document
+    assert document["ok"] is True
+    assert document["level"] == "values"
+    assert document["max_grad_error"] < 1e-12
+    assert document["loss_error"] < 1e-12
+    assert document["split_flops"] == 1
+    assert document["gradients"] == 16
 
 
 def test_verify_prints_a_table(small: str) -> None:
@@ -137,9 +137,9 @@ def test_verify_prints_a_table(small: str) -> None:
 
 
 def test_verify_in_evaluation_on_one_rank() -> None:
-    found = fxpar("verify", TINY, "--json", "--eval").document
-    assert found["ok"] is True
-    assert found["max_grad_error"] == 0
+    document = fxpar("verify", TINY, "--json", "--eval").document
+    assert document["ok"] is True
+    assert document["max_grad_error"] == 0
 
 
 def test_bisect_of_right_passes_finds_no_culprit(small: str) -> None:
@@ -162,10 +162,10 @@ def test_comm_lists_megatrons_collectives(communicated: Any) -> None:
 
 
 def test_regions_are_what_graphs_hold_of_a_step() -> None:
-    found = fxpar("regions", TINY, *SPLIT, "--json").document
-    assert [region["phase"] for region in found["regions"]] == ["forward", "backward"]
-    assert found["boundaries"] == []
-    assert all(sum(region["inputs"].values()) > 0 for region in found["regions"])
+    document = fxpar("regions", TINY, *SPLIT, "--json").document
+    assert [region["phase"] for region in document["regions"]] == ["forward", "backward"]
+    assert document["boundaries"] == []
+    assert all(sum(region["inputs"].values()) > 0 for region in document["regions"])
     text = fxpar("regions", TINY, *SPLIT).out
     assert "nothing ends a graph" in text
 
@@ -182,13 +182,13 @@ def test_comm_says_what_travels_beside_what(communicated: Any) -> None:
 
 
 def test_comm_takes_sizes_of_symbols(dump: Path) -> None:
-    found = fxpar("comm", str(dump / "12-localize.txt"), "--size", "b=8", "--size", "s=1024", "--json").document
-    sizes = Counter(c["bytes"] for c in found["collectives"])
+    document = fxpar("comm", str(dump / "12-localize.txt"), "--size", "b=8", "--size", "s=1024", "--json").document
+    sizes = Counter(c["bytes"] for c in document["collectives"])
     assert sizes == {8 * 1024 * 96 * 4: 6, 8 * 1024 * 4: 1, 2 * 8 * 1024 * 4: 1}
-    totals = found["totals"]
+    totals = document["totals"]
     assert list(totals) == ["forward", "backward", "all"]
     for key in ("bytes", "seconds", "exposed"):
-        assert totals["all"][key] == pytest.approx(sum(c[key] for c in found["collectives"]))
+        assert totals["all"][key] == pytest.approx(sum(c[key] for c in document["collectives"]))
     assert totals["backward"]["exposed"] < totals["backward"]["seconds"]
 
 
@@ -233,8 +233,8 @@ def test_recomputation_stands_in_the_text(small: str) -> None:
 
 
 def test_precision_casts_the_model(small: str) -> None:
-    found = fxpar("trace", f"{small}:half_precision", "--precision", "bf16").out
-    assert '%fc_weight = parameter["fc.weight"] : bf16[20, 12]' in found
+    text = fxpar("trace", f"{small}:half_precision", "--precision", "bf16").out
+    assert '%fc_weight = parameter["fc.weight"] : bf16[20, 12]' in text
 
 
 def test_the_step_is_dumped_and_verified(tmp_path: Path) -> None:
@@ -251,8 +251,8 @@ def test_the_step_is_dumped_and_verified(tmp_path: Path) -> None:
     }
     assert fxpar("run", last, "--json").document["passes"] == []
     assert fxpar("report", last).status == 0
-    added = fxpar("diff", folder, "localize", "differentiate", "--json").document["added"]
-    assert any("phase=backward" in entry["line"] for entry in added)
+    entries = fxpar("diff", folder, "localize", "differentiate", "--json").document["added"]
+    assert any("phase=backward" in entry["line"] for entry in entries)
     assert "its layouts are chosen already" in fxpar("explain", last, "transformer.wte.weight").err
 
 

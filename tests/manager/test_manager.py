@@ -34,7 +34,7 @@ def small() -> Program:
     return parse_program(TEXT)
 
 
-def made(
+def make_pass(
     change: Callable[[Program], object] = lambda program: None,
     name: str = "change",
     requires: Iterable[str] = (),
@@ -86,18 +86,25 @@ def notes_of(error: BaseException) -> str:
 
 
 def test_properties_follow_from_the_contracts() -> None:
-    passes = [made(name="a", provides={"p", "q"}), made(name="b", requires={"p"}, provides={"r"}, invalidates={"q"})]
+    passes = [
+        make_pass(name="a", provides={"p", "q"}),
+        make_pass(name="b", requires={"p"}, provides={"r"}, invalidates={"q"}),
+    ]
     assert PassManager(passes).run(small()).properties == {"p", "r"}
 
 
 def test_a_pass_whose_requirement_does_not_hold_is_refused() -> None:
-    passes = [made(name="a", provides={"p"}), made(name="b", requires={"p", "q"})]
+    passes = [make_pass(name="a", provides={"p"}), make_pass(name="b", requires={"p", "q"})]
     with pytest.raises(PassError, match="b: requires q, which does not hold; run the pass that provides it before"):
         PassManager(passes).run(small())
 
 
 def test_what_a_pass_invalidates_no_longer_serves_later_ones() -> None:
-    passes = [made(name="a", provides={"p"}), made(name="b", invalidates={"p"}), made(name="c", requires={"p"})]
+    passes = [
+        make_pass(name="a", provides={"p"}),
+        make_pass(name="b", invalidates={"p"}),
+        make_pass(name="c", requires={"p"}),
+    ]
     with pytest.raises(PassError, match="c: requires p"):
         PassManager(passes).run(small())
 
@@ -108,7 +115,7 @@ def test_a_pass_cannot_claim_properties_or_history_by_itself() -> None:
         """Claims too much."""
         return program.with_(properties=frozenset({"layouts"}), history=())
 
-    result = PassManager([made(name="a"), liar]).run(small())
+    result = PassManager([make_pass(name="a"), liar]).run(small())
     assert result.properties == frozenset()
     assert [record.name for record in result.history] == ["a", "liar"]
 
@@ -132,7 +139,7 @@ def test_a_pass_without_a_docstring_is_refused() -> None:
 
 
 def test_a_pass_has_a_summary_and_can_be_called() -> None:
-    item = made(to_relu)
+    item = make_pass(to_relu)
     program = small()
     assert item.summary == "Changes the program."
     assert item(program).node("gelu").target is aten.relu.default
@@ -142,7 +149,9 @@ def test_a_pass_has_a_summary_and_can_be_called() -> None:
 
 
 def test_history_names_what_was_added_erased_and_changed() -> None:
-    result = PassManager([made(add_noted_relu, "add"), made(drop_gelu, "drop"), made(to_type, "type")]).run(small())
+    result = PassManager(
+        [make_pass(add_noted_relu, "add"), make_pass(drop_gelu, "drop"), make_pass(to_type, "type")]
+    ).run(small())
     add, drop, kind = result.history
     assert (add.name, add.added, add.erased, add.changed) == ("add", ("relu",), (), ("loss",))
     assert (drop.added, drop.erased, drop.changed) == ((), ("gelu",), ("relu",))
@@ -156,28 +165,28 @@ def to_type(program: Program) -> None:
 
 
 def test_a_pass_that_does_nothing_leaves_an_empty_record() -> None:
-    (record,) = PassManager([made()]).run(small()).history
+    (record,) = PassManager([make_pass()]).run(small()).history
     assert (record.added, record.erased, record.changed) == ((), (), ())
 
 
 def test_dumps_hold_the_program_before_and_after_each_pass(tmp_path: Path) -> None:
-    result = PassManager([made(name="a"), made(to_relu, "b")], dump=tmp_path / "new" / "folder").run(small())
-    found = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "new" / "folder").iterdir()}
-    assert sorted(found) == ["00-capture.txt", "01-a.txt", "02-b.txt"]
-    assert found["00-capture.txt"] == found["01-a.txt"] == print_program(small())
-    assert found["02-b.txt"] == print_program(result)
-    assert "aten.relu.default" in found["02-b.txt"]
+    result = PassManager([make_pass(name="a"), make_pass(to_relu, "b")], dump=tmp_path / "new" / "folder").run(small())
+    dumps = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "new" / "folder").iterdir()}
+    assert sorted(dumps) == ["00-capture.txt", "01-a.txt", "02-b.txt"]
+    assert dumps["00-capture.txt"] == dumps["01-a.txt"] == print_program(small())
+    assert dumps["02-b.txt"] == print_program(result)
+    assert "aten.relu.default" in dumps["02-b.txt"]
 
 
 def test_the_dump_of_a_rejected_program_is_there_to_look_at(tmp_path: Path) -> None:
-    manager = PassManager([made(to_relu, "bad")], [no_relu()], dump=tmp_path)
+    manager = PassManager([make_pass(to_relu, "bad")], [no_relu()], dump=tmp_path)
     with pytest.raises(CheckFailed):
         manager.run(small())
     assert "aten.relu.default" in (tmp_path / "01-bad.txt").read_text(encoding="utf-8")
 
 
 def test_until_stops_behind_the_named_pass() -> None:
-    passes = [made(name="a"), made(to_relu, "b"), made(drop_gelu, "c")]
+    passes = [make_pass(name="a"), make_pass(to_relu, "b"), make_pass(drop_gelu, "c")]
     result = PassManager(passes).run(small(), until="b")
     assert [record.name for record in result.history] == ["a", "b"]
     assert result.node("gelu").target is aten.relu.default
@@ -185,12 +194,12 @@ def test_until_stops_behind_the_named_pass() -> None:
 
 def test_until_a_pass_that_is_not_there_names_those_that_are() -> None:
     with pytest.raises(PassError, match="d: there is no such pass; choose from a, b"):
-        PassManager([made(name="a"), made(name="b")]).run(small(), until="d")
+        PassManager([make_pass(name="a"), make_pass(name="b")]).run(small(), until="d")
 
 
 def test_on_pass_gets_every_record_in_order() -> None:
     seen: list[PassRecord] = []
-    result = PassManager([made(name="a"), made(to_relu, "b")], on_pass=seen.append).run(small())
+    result = PassManager([make_pass(name="a"), make_pass(to_relu, "b")], on_pass=seen.append).run(small())
     assert tuple(seen) == result.history
 
 
@@ -218,7 +227,7 @@ def test_a_pass_that_returns_no_program_is_refused(result: object) -> None:
 
 def test_a_node_without_a_note_is_refused() -> None:
     with pytest.raises(PassError, match="change: left node %relu without a note; call set_note"):
-        PassManager([made(add_relu)]).run(small())
+        PassManager([make_pass(add_relu)]).run(small())
 
 
 def test_a_method_call_is_refused() -> None:
@@ -227,7 +236,7 @@ def test_a_method_call_is_refused() -> None:
         program.node("gelu").target = "relu"
 
     with pytest.raises(PassError, match="change: left the call_method node %gelu"):
-        PassManager([made(as_method)]).run(small())
+        PassManager([make_pass(as_method)]).run(small())
 
 
 def test_a_use_before_its_definition_is_refused() -> None:
@@ -235,7 +244,7 @@ def test_a_use_before_its_definition_is_refused() -> None:
         program.node("fc").prepend(program.node("gelu"))
 
     with pytest.raises(PassError, match="change: left an unsound graph"):
-        PassManager([made(turn)]).run(small())
+        PassManager([make_pass(turn)]).run(small())
 
 
 def test_a_use_of_another_graph_is_refused() -> None:
@@ -245,7 +254,7 @@ def test_a_use_of_another_graph_is_refused() -> None:
         program.node("gelu").args = (foreign.node("fc"),)
 
     with pytest.raises(PassError, match="change: left an unsound graph"):
-        PassManager([made(mix)]).run(small())
+        PassManager([make_pass(mix)]).run(small())
 
 
 def no_relu() -> Verifier:
@@ -260,7 +269,7 @@ def no_relu() -> Verifier:
 
 
 def test_a_rejection_names_the_check_and_the_pass() -> None:
-    passes = [made(name="good"), made(to_relu, "bad"), made(name="never")]
+    passes = [make_pass(name="good"), make_pass(to_relu, "bad"), make_pass(name="never")]
     with pytest.raises(CheckFailed, match="%gelu: is a relu") as caught:
         PassManager(passes, [no_relu()]).run(small())
     assert notes_of(caught.value) == "found by the check 'no relu' after 'bad'"
@@ -270,7 +279,7 @@ def test_a_rejection_before_the_first_pass_names_the_capture() -> None:
     program = small()
     to_relu(program)
     with pytest.raises(CheckFailed) as caught:
-        PassManager([made()], [no_relu()]).run(program)
+        PassManager([make_pass()], [no_relu()]).run(program)
     assert notes_of(caught.value) == "found by the check 'no relu' after 'capture'"
 
 
@@ -279,14 +288,18 @@ def test_an_error_inside_a_pass_names_the_pass() -> None:
         raise PlanError("cannot be done", where="split")
 
     with pytest.raises(PlanError, match="split: cannot be done") as caught:
-        PassManager([made(refuse, "picky")]).run(small())
+        PassManager([make_pass(refuse, "picky")]).run(small())
     assert notes_of(caught.value) == "raised by the pass 'picky'"
 
 
 def test_a_check_runs_only_while_its_properties_hold() -> None:
     seen: list[frozenset[str]] = []
     verifier = Verifier("watch", frozenset({"p", "q"}), lambda program: seen.append(program.properties))
-    passes = [made(name="a", provides={"p"}), made(name="b", provides={"q"}), made(name="c", invalidates={"p"})]
+    passes = [
+        make_pass(name="a", provides={"p"}),
+        make_pass(name="b", provides={"q"}),
+        make_pass(name="c", invalidates={"p"}),
+    ]
     PassManager(passes, [verifier]).run(small())
     assert seen == [frozenset({"p", "q"})]
 
@@ -296,7 +309,7 @@ def test_a_check_runs_only_while_its_properties_hold() -> None:
 
 def test_a_pass_works_on_a_copy() -> None:
     program = small()
-    result = PassManager([made(drop_gelu), made(to_type)]).run(program)
+    result = PassManager([make_pass(drop_gelu), make_pass(to_type)]).run(program)
     assert print_program(program) == TEXT
     assert (program.properties, program.history) == (frozenset(), ())
     assert print_program(result) != TEXT
@@ -310,7 +323,7 @@ def test_a_pass_that_fails_leaves_its_input_as_it_was(change: Callable[[Program]
 
     program = small()
     with pytest.raises(PassError, match="half-way"):
-        PassManager([made(fail)]).run(program)
+        PassManager([make_pass(fail)]).run(program)
     assert print_program(program) == TEXT
 
 
@@ -321,12 +334,12 @@ def test_a_constant_of_the_input_stays_when_a_pass_replaces_it() -> None:
         program.constants["c"] = torch.zeros(2)  # type: ignore[index]
 
     program = parse_program(text)
-    PassManager([made(replace)]).run(program)
+    PassManager([make_pass(replace)]).run(program)
     assert program.constants["c"].tolist() == [1.0, 2.0]
 
 
 def test_the_result_can_run() -> None:
-    result = PassManager([made(to_relu)]).run(small())
+    result = PassManager([make_pass(to_relu)]).run(small())
     w, x = torch.randn(64, 96), torch.randn(3, 96)
     (loss,) = result.graph_module(w, x)
     torch.testing.assert_close(loss, (x @ w.T).relu().sum())
@@ -339,6 +352,6 @@ def test_a_pass_that_is_left_out_may_be_the_last() -> None:
         """Is for no program."""
         raise AssertionError
 
-    program = PassManager([made(name="first"), never, made(name="last")]).run(small(), until="never")
+    program = PassManager([make_pass(name="first"), never, make_pass(name="last")]).run(small(), until="never")
     assert [record.name for record in program.history] == ["first"]
     assert never.condition == ""

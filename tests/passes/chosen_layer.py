@@ -33,8 +33,8 @@ class Chosen(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         """Both [b, s]."""
         x = self.words(ids)
-        made = self.form(self, x).view(x.shape)
-        return functional.cross_entropy(self.head(x + made).flatten(0, 1), labels.flatten() % 7)
+        out = self.form(self, x).view(x.shape)
+        return functional.cross_entropy(self.head(x + out).flatten(0, 1), labels.flatten() % 7)
 
     def routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [T, h], their experts [T, K] and the weights of these."""
@@ -52,33 +52,33 @@ def _batched(model: Chosen, x: Tensor) -> Tensor:
     """As `batched_mm_experts_forward` of transformers."""
     tokens, ids, weights = model.routed(x)
     rows, flat = tokens.repeat_interleave(CHOICES, dim=0), ids.reshape(-1)
-    made = torch.bmm(model.gate_up[flat], rows.unsqueeze(-1)).squeeze(-1)
-    made.add_(model.gate_up_bias[flat])
-    made = torch.bmm(model.down[flat], model.gated(made).unsqueeze(-1)).squeeze(-1)
-    made.add_(model.down_bias[flat])
-    made = made * weights.reshape(-1).unsqueeze(-1)
-    return made.view(tokens.shape[0], CHOICES, WIDTH).sum(dim=1)
+    out = torch.bmm(model.gate_up[flat], rows.unsqueeze(-1)).squeeze(-1)
+    out.add_(model.gate_up_bias[flat])
+    out = torch.bmm(model.down[flat], model.gated(out).unsqueeze(-1)).squeeze(-1)
+    out.add_(model.down_bias[flat])
+    out = out * weights.reshape(-1).unsqueeze(-1)
+    return out.view(tokens.shape[0], CHOICES, WIDTH).sum(dim=1)
 
 
 def _einsum(model: Chosen, x: Tensor) -> Tensor:
     """As the body of gpt-oss, whose gate and up columns alternate."""
     tokens, ids, weights = model.routed(x)
-    made = torch.einsum("beck,bk->bec", model.gate_up[ids, ...], tokens) + model.gate_up_bias[ids, ...]
-    gate, up = made[..., ::2].clamp(max=7.0), made[..., 1::2].clamp(-7.0, 7.0)
-    made = model.drop(gate * torch.sigmoid(gate * 1.7) * (up + 1))
-    made = torch.einsum("beck,bek->bec", model.down[ids, ...], made) + model.down_bias[ids, ...]
-    return torch.einsum("bec,be->bc", made, weights)
+    out = torch.einsum("beck,bk->bec", model.gate_up[ids, ...], tokens) + model.gate_up_bias[ids, ...]
+    gate, up = out[..., ::2].clamp(max=7.0), out[..., 1::2].clamp(-7.0, 7.0)
+    out = model.drop(gate * torch.sigmoid(gate * 1.7) * (up + 1))
+    out = torch.einsum("beck,bek->bec", model.down[ids, ...], out) + model.down_bias[ids, ...]
+    return torch.einsum("bec,be->bc", out, weights)
 
 
 def _by_token(model: Chosen, x: Tensor) -> Tensor:
     """Tokens keep rows of the batch apart; matrices stand the other way round; one scale for each expert."""
     top = model.router(x).topk(CHOICES)
     ids, weights = top.indices, top.values.softmax(-1)
-    made = x[:, :, None, None, :] @ model.gate_up[ids].transpose(-1, -2)
-    made = model.gated(made.squeeze(-2) + model.gate_up_bias[ids])
-    made = made.unsqueeze(-2) @ model.down.transpose(1, 2)[ids]
-    made = (made.squeeze(-2) + model.down_bias[ids]) * model.scale[ids].unsqueeze(-1)
-    return (made * weights.unsqueeze(-1)).sum(-2)  # type: ignore[no-any-return]
+    out = x[:, :, None, None, :] @ model.gate_up[ids].transpose(-1, -2)
+    out = model.gated(out.squeeze(-2) + model.gate_up_bias[ids])
+    out = out.unsqueeze(-2) @ model.down.transpose(1, 2)[ids]
+    out = (out.squeeze(-2) + model.down_bias[ids]) * model.scale[ids].unsqueeze(-1)
+    return (out * weights.unsqueeze(-1)).sum(-2)  # type: ignore[no-any-return]
 
 
 def _first(model: Chosen, x: Tensor) -> Tensor:
@@ -86,28 +86,28 @@ def _first(model: Chosen, x: Tensor) -> Tensor:
     tokens, ids, weights = model.routed(x)
     rows = tokens[:, None, :].expand(-1, CHOICES, -1).reshape(-1, WIDTH) * weights.view(-1, 1)
     flat, kind = ids.flatten(), torch.bfloat16
-    made = model.gated(torch.bmm(rows.to(kind).unsqueeze(1), model.gate_up.to(kind)[flat].mT).squeeze(1))
-    made = torch.bmm(model.down[flat].to(kind), made.unsqueeze(2)).squeeze(2).to(x.dtype)
-    return (made + model.down_bias.index_select(0, flat)).view(-1, 1, CHOICES, WIDTH).sum((2,)).squeeze(1)
+    out = model.gated(torch.bmm(rows.to(kind).unsqueeze(1), model.gate_up.to(kind)[flat].mT).squeeze(1))
+    out = torch.bmm(model.down[flat].to(kind), out.unsqueeze(2)).squeeze(2).to(x.dtype)
+    return (out + model.down_bias.index_select(0, flat)).view(-1, 1, CHOICES, WIDTH).sum((2,)).squeeze(1)
 
 
 def _normed(model: Chosen, x: Tensor) -> Tensor:
     """A norm inside of each expert, which nobody takes for one of rows."""
     tokens, ids, weights = model.routed(x)
-    made = torch.einsum("ti,tkoi->tko", tokens, model.gate_up[ids]) + model.gate_up_bias[ids]
-    made = model.norm(model.gated(made)) + tokens.mean(-1)[:, None, None]
-    made = torch.einsum("tki,tkhi->tkh", made, model.down[ids])
-    return torch.bmm(weights.unsqueeze(1), made).squeeze(1) + made.detach().amax(1)
+    out = torch.einsum("ti,tkoi->tko", tokens, model.gate_up[ids]) + model.gate_up_bias[ids]
+    out = model.norm(model.gated(out)) + tokens.mean(-1)[:, None, None]
+    out = torch.einsum("tki,tkhi->tkh", out, model.down[ids])
+    return torch.bmm(weights.unsqueeze(1), out).squeeze(1) + out.detach().amax(1)
 
 
 def _masked(model: Chosen, x: Tensor) -> Tensor:
     """Some pairs count nothing, some of their numbers neither."""
     tokens, ids, weights = model.routed(x)
-    kept = weights > 0.3
-    made = torch.einsum("tkoi,ti->tko", model.gate_up[ids], tokens) + model.gate_up_bias[ids]
-    made = torch.einsum("tkhi,tki->tkh", model.down[ids], model.gated(made)) + model.down_bias[ids]
-    made = torch.where(kept.unsqueeze(-1), made, 0.0).masked_fill((ids == 1).unsqueeze(-1), 0.5)
-    return (made * (weights * kept).unsqueeze(-1)).sum(1)
+    is_counted = weights > 0.3
+    out = torch.einsum("tkoi,ti->tko", model.gate_up[ids], tokens) + model.gate_up_bias[ids]
+    out = torch.einsum("tkhi,tki->tkh", model.down[ids], model.gated(out)) + model.down_bias[ids]
+    out = torch.where(is_counted.unsqueeze(-1), out, 0.0).masked_fill((ids == 1).unsqueeze(-1), 0.5)
+    return (out * (weights * is_counted).unsqueeze(-1)).sum(1)
 
 
 FORMS: Mapping[str, Callable[[Chosen, Tensor], Tensor]] = {
@@ -121,9 +121,9 @@ FORMS: Mapping[str, Callable[[Chosen, Tensor], Tensor]] = {
 
 
 def _computed(model: Chosen, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    made = torch.einsum("tkoi,ti->tko", model.gate_up[ids], tokens) + model.gate_up_bias[ids]
-    made = torch.einsum("tkhi,tki->tkh", model.down[ids], model.gated(made)) + model.down_bias[ids]
-    return (made * weights.unsqueeze(-1)).sum(1)
+    out = torch.einsum("tkoi,ti->tko", model.gate_up[ids], tokens) + model.gate_up_bias[ids]
+    out = torch.einsum("tkhi,tki->tkh", model.down[ids], model.gated(out)) + model.down_bias[ids]
+    return (out * weights.unsqueeze(-1)).sum(1)
 
 
 def _next(model: Chosen, x: Tensor) -> Tensor:
@@ -156,9 +156,9 @@ def _other_order(model: Chosen, x: Tensor) -> Tensor:
     """Pairs of which all first ones come first."""
     tokens, ids, weights = model.routed(x)
     flat = ids.t().reshape(-1)
-    made = torch.bmm(model.gate_up[flat], tokens.repeat(CHOICES, 1).unsqueeze(-1)).squeeze(-1)
-    made = torch.bmm(model.down[flat], model.gated(made).unsqueeze(-1)).squeeze(-1) * weights.t().reshape(-1, 1)
-    return made.view(CHOICES, -1, WIDTH).sum(0)
+    out = torch.bmm(model.gate_up[flat], tokens.repeat(CHOICES, 1).unsqueeze(-1)).squeeze(-1)
+    out = torch.bmm(model.down[flat], model.gated(out).unsqueeze(-1)).squeeze(-1) * weights.t().reshape(-1, 1)
+    return out.view(CHOICES, -1, WIDTH).sum(0)
 
 
 MUTANTS: Mapping[str, Callable[[Chosen, Tensor], Tensor]] = {

@@ -14,23 +14,23 @@ from fxpar.runtime.alarm import Alarm
 
 def waiting(rank: int) -> Alarm:
     """One in a long call, of whose connections one is gone."""
-    made = Alarm(7, rank, 2)
-    made.call = "train_step", time.monotonic() - 60.0
-    made._sockets = {(-1, "socket:[0]")}
-    return made
+    rank_alarm = Alarm(7, rank, 2)
+    rank_alarm.call = "train_step", time.monotonic() - 60.0
+    rank_alarm._sockets = {(-1, "socket:[0]")}
+    return rank_alarm
 
 
 def test_the_first_of_two_errors_stands_on_all_ranks() -> None:
     store, alarms, seen = HashStore(), [Alarm(7, rank, 3) for rank in range(3)], list[str]()
-    for each in alarms:
-        each.on_stop(lambda error: seen.append(error.reason))
+    for rank_alarm in alarms:
+        rank_alarm.on_stop(lambda error: seen.append(error.reason))
     assert not alarms[0].hear(store)
     alarms[1].tell(store, "rank 1", "one")
     alarms[2].tell(store, "rank 2", "other")
     assert alarms[0].hear(store)
-    for each in alarms:
+    for rank_alarm in alarms:
         with pytest.raises(RankError, match=r"^rank 1: one; .*a new process group on all ranks"):
-            each.check()
+            rank_alarm.check()
     assert seen == ["one"] * 3
 
 
@@ -70,29 +70,29 @@ def test_who_is_gone_is_called_by_name(sign: str, monkeypatch: pytest.MonkeyPatc
 
 def test_two_ranks_that_call_the_roll_answer_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     store, both = HashStore(), [waiting(0), waiting(1)]
-    for each in both:
-        each.look_around(store)
-    for each in both:
-        each.answer(store)
+    for rank_alarm in both:
+        rank_alarm.look_around(store)
+    for rank_alarm in both:
+        rank_alarm.answer(store)
     monkeypatch.setattr(alarm, "_ROLL_CALL", 0.0)
-    for each in both:
-        each.look_around(store)
-    assert [each.first for each in both] == [None, None]
+    for rank_alarm in both:
+        rank_alarm.look_around(store)
+    assert [rank_alarm.first for rank_alarm in both] == [None, None]
 
 
 def test_short_calls_and_none_look_for_nobody() -> None:
-    store, made = HashStore(), waiting(0)
+    store, rank_alarm = HashStore(), waiting(0)
     for call in (None, ("train_step", time.monotonic())):
-        made.call = call
-        made.look_around(store)
-        made.look_around(None)
+        rank_alarm.call = call
+        rank_alarm.look_around(store)
+        rank_alarm.look_around(None)
     assert store.num_keys() == 0
-    assert made.first is None
+    assert rank_alarm.first is None
 
 
 def test_who_has_done_with_a_module_is_not_missed_behind_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, made = HashStore(), waiting(0)
-    made.queued, made.call = made.call, None
+    store, rank_alarm = HashStore(), waiting(0)
+    rank_alarm.queued, rank_alarm.call = rank_alarm.call, None
     lookout = alarm._Lookout()
     lookout.forget(7, 0, object())  # of a process group before this one
     lookout.forget(7, 1, lookout._group)
@@ -100,38 +100,38 @@ def test_who_has_done_with_a_module_is_not_missed_behind_a_call(monkeypatch: pyt
     assert store.num_keys() == 1
     monkeypatch.setattr(alarm, "_ROLL_CALL", 0.0)
     for _ in range(2):
-        made.look_around(store)
-        made.answer(store)
-    assert made.first is None
-    made.call = made.queued  # in one it is
+        rank_alarm.look_around(store)
+        rank_alarm.answer(store)
+    assert rank_alarm.first is None
+    rank_alarm.call = rank_alarm.queued  # in one it is
     for _ in range(2):
-        made.look_around(store)
-        made.answer(store)
-    assert made.first is not None
+        rank_alarm.look_around(store)
+        rank_alarm.answer(store)
+    assert rank_alarm.first is not None
 
 
 def test_who_waits_for_the_result_of_a_call_that_is_over_looks_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, made = HashStore(), waiting(0)
-    made.queued, made.call = made.call, None
-    made.look_around(None)  # as at the end of a program, whose processes end one after another
-    assert made.first is None
-    made.look_around(store)
-    made.answer(store)
+    store, rank_alarm = HashStore(), waiting(0)
+    rank_alarm.queued, rank_alarm.call = rank_alarm.call, None
+    rank_alarm.look_around(None)  # as at the end of a program, whose processes end one after another
+    assert rank_alarm.first is None
+    rank_alarm.look_around(store)
+    rank_alarm.answer(store)
     monkeypatch.setattr(alarm, "_ROLL_CALL", 0.0)
-    made.look_around(store)
-    assert str(made.first).startswith("rank 0, train_step: rank 1 gave no sign: ended")
+    rank_alarm.look_around(store)
+    assert str(rank_alarm.first).startswith("rank 0, train_step: rank 1 gave no sign: ended")
 
 
 def test_a_store_that_is_gone_ends_a_long_call() -> None:
-    made = waiting(1)
-    made.look_around(None)
-    assert made.first is not None
-    assert "the store is gone, and so the process that kept it" in made.first.reason
+    rank_alarm = waiting(1)
+    rank_alarm.look_around(None)
+    assert rank_alarm.first is not None
+    assert "the store is gone, and so the process that kept it" in rank_alarm.first.reason
 
 
 def test_an_error_that_nobody_caught_is_told_at_the_end() -> None:
-    store, made, other = HashStore(), Alarm(7, 0, 2), Alarm(7, 1, 2)
-    made.leave(store, ValueError("no file"))
+    store, rank_alarm, other = HashStore(), Alarm(7, 0, 2), Alarm(7, 1, 2)
+    rank_alarm.leave(store, ValueError("no file"))
     assert other.hear(store)
     assert other.error.reason == "ended by ValueError: no file"
     assert other.error.where == "rank 0"

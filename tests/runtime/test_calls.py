@@ -17,55 +17,55 @@ from tests.zoo import CASES
 
 
 def test_a_loss_by_name_among_several_scalars(world2: World) -> None:
-    wanted = jobs.named_loss()
-    for found in world2.run(jobs.named_loss):
-        assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-6)
-        assert_same(found["task"], wanted["task"])
-        assert_same(found["penalty"], wanted["penalty"])
-        assert found["keys"] == ["logits", "penalty"]
-    assert not torch.equal(wanted["task"]["up.weight"], wanted["penalty"]["up.weight"])
+    expected = jobs.named_loss()
+    for results in world2.run(jobs.named_loss):
+        assert float(results["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-6)
+        assert_same(results["task"], expected["task"])
+        assert_same(results["penalty"], expected["penalty"])
+        assert results["keys"] == ["logits", "penalty"]
+    assert not torch.equal(expected["task"]["up.weight"], expected["penalty"]["up.weight"])
 
 
 @pytest.mark.parametrize(("rows", "length"), [(3, 16), (5, 7), (1, 9)])
 def test_evaluation_is_the_eager_model_for_any_batch(world2: World, rows: int, length: int) -> None:
-    for found in world2.run(jobs.evaluate, "gpt2", rows, length):
-        eager: Any = CASES["gpt2"].model().eval()(input_ids=found["ids"])
-        torch.testing.assert_close(found["first"], eager.logits, rtol=0, atol=1e-5)
-        assert torch.equal(found["first"], found["second"])
-        assert found["type"] == type(eager).__name__
-        assert found["loss"] is None
+    for results in world2.run(jobs.evaluate, "gpt2", rows, length):
+        eager: Any = CASES["gpt2"].model().eval()(input_ids=results["ids"])
+        torch.testing.assert_close(results["first"], eager.logits, rtol=0, atol=1e-5)
+        assert torch.equal(results["first"], results["second"])
+        assert results["type"] == type(eager).__name__
+        assert results["loss"] is None
 
 
 def test_a_sharded_output_is_a_dtensor(world2: World) -> None:
-    wanted = jobs.sharded_output()
-    for found in world2.run(jobs.sharded_output):
-        assert found["type"] == "DTensor"
-        assert found["local"] == (3, 8, 32)
-        torch.testing.assert_close(found["logits"], wanted["logits"], rtol=0, atol=1e-6)
-        assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-6)
-        assert_same(found["gradients"], wanted["gradients"])
-        assert_same(found["of logits"], wanted["of logits"])
+    expected = jobs.sharded_output()
+    for results in world2.run(jobs.sharded_output):
+        assert results["type"] == "DTensor"
+        assert results["local"] == (3, 8, 32)
+        torch.testing.assert_close(results["logits"], expected["logits"], rtol=0, atol=1e-6)
+        assert float(results["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-6)
+        assert_same(results["gradients"], expected["gradients"])
+        assert_same(results["of logits"], expected["of logits"])
 
 
 def test_train_and_eval_switch_programs(world2: World) -> None:
-    wanted = jobs.modes()
-    for found in world2.run(jobs.modes):
-        assert found["training"] == pytest.approx(wanted["training"], rel=1e-6)
-        assert found["evaluated"] == pytest.approx(wanted["evaluated"], rel=1e-6)
-        assert found["training"][0] == found["training"][1]
-        assert found["evaluated"][0] == found["evaluated"][1] != found["training"][0]
-        assert found["graph"] == (True, False)
+    expected = jobs.modes()
+    for results in world2.run(jobs.modes):
+        assert results["training"] == pytest.approx(expected["training"], rel=1e-6)
+        assert results["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-6)
+        assert results["training"][0] == results["training"][1]
+        assert results["evaluated"][0] == results["evaluated"][1] != results["training"][0]
+        assert results["graph"] == (True, False)
 
 
 @pytest.mark.parametrize(("training_first", "rows"), [(True, 4), (False, 8)])
 def test_a_head_that_only_training_uses(world2: World, training_first: bool, rows: int) -> None:
     """The first program says how it is held; where that does not use it, it is whole."""
-    wanted = jobs.auxiliary(training_first)
-    for found in world2.run(jobs.auxiliary, training_first):
-        assert found["evaluated"] == pytest.approx(wanted["evaluated"], abs=1e-6)
-        assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-6)
-        assert_same(found["gradients"], wanted["gradients"])
-        assert found["rows"] == rows
+    expected = jobs.auxiliary(training_first)
+    for results in world2.run(jobs.auxiliary, training_first):
+        assert results["evaluated"] == pytest.approx(expected["evaluated"], abs=1e-6)
+        assert results["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+        assert_same(results["gradients"], expected["gradients"])
+        assert results["rows"] == rows
 
 
 # What follows needs no second process: a plan of ones compiles and runs in the same way.
@@ -77,31 +77,31 @@ def test_one_process_is_the_eager_model() -> None:
     loss = eager(**batch)["loss"]
     loss.backward()
     assert torch.equal(model.train_step(batch), loss.detach())
-    wanted = {n: p.grad for n, p in eager.named_parameters() if p.grad is not None}
-    assert_same(jobs.gradients(model), wanted)
-    assert "unused" not in wanted
+    expected = {n: p.grad for n, p in eager.named_parameters() if p.grad is not None}
+    assert_same(jobs.gradients(model), expected)
+    assert "unused" not in expected
 
 
 def test_arguments_may_be_passed_in_any_way() -> None:
     model, batch = jobs.tiny_module().eval(), models.batch()
     ids, targets = batch["ids"], batch["targets"]
-    wanted = models.tiny().eval()(ids, targets)["loss"]
-    found = [
+    expected = models.tiny().eval()(ids, targets)["loss"]
+    calls = [
         model(ids, targets),
         model(ids, targets=targets),
         model(targets=targets, ids=ids),
         model(ids=ids, targets=targets, scaled=False),
     ]
-    for outputs in found:
-        torch.testing.assert_close(outputs["loss"], wanted)
+    for outputs in calls:
+        torch.testing.assert_close(outputs["loss"], expected)
 
 
 def test_mappings_of_any_kind_and_order_share_a_program() -> None:
     model, batch = jobs.tiny_module(), models.batch()
-    wanted = model.train_step(batch)
+    expected = model.train_step(batch)
     programs = len(list(model._programs))
     model.step = 0
-    assert torch.equal(model.train_step(UserDict(reversed(batch.items()))), wanted)
+    assert torch.equal(model.train_step(UserDict(reversed(batch.items()))), expected)
     assert len(list(model._programs)) == programs
 
 
@@ -157,13 +157,13 @@ def test_flags_of_a_call_reach_the_model() -> None:
     model: Any = fxpar.parallelize(models.wide_llama().train(), fxpar.Plan(), {"input_ids": ids, "labels": ids})
     eager: Any = models.wide_llama()
     outputs = model.eval()(ids, output_hidden_states=True)
-    wanted = eager(ids, output_hidden_states=True)
-    assert type(outputs) is type(wanted)
-    assert len(outputs.hidden_states) == len(wanted.hidden_states) == 2
-    torch.testing.assert_close(outputs.hidden_states[1], wanted.hidden_states[1])
-    found = model(ids, return_dict=False)
-    assert isinstance(found, tuple)
-    torch.testing.assert_close(found, eager(ids, return_dict=False))
+    expected = eager(ids, output_hidden_states=True)
+    assert type(outputs) is type(expected)
+    assert len(outputs.hidden_states) == len(expected.hidden_states) == 2
+    torch.testing.assert_close(outputs.hidden_states[1], expected.hidden_states[1])
+    values = model(ids, return_dict=False)
+    assert isinstance(values, tuple)
+    torch.testing.assert_close(values, eager(ids, return_dict=False))
 
 
 def test_caches_are_refused_by_name() -> None:

@@ -19,17 +19,17 @@ GATHER, SCATTER = (
 )
 
 
-def assert_equal(found: Any) -> None:
+def assert_equal(results: Any) -> None:
     """Losses and gradients are the eager program's."""
-    assert found["compiled"]["losses"] == pytest.approx(found["eager"]["losses"], abs=1e-5)
-    assert_same(found["compiled"]["gradients"], found["eager"]["gradients"], 1e-5)
+    assert results["compiled"]["losses"] == pytest.approx(results["eager"]["losses"], abs=1e-5)
+    assert_same(results["compiled"]["gradients"], results["eager"]["gradients"], 1e-5)
 
 
 @pytest.mark.matrix
 def test_a_compiled_program_is_the_eager_one(world2: World) -> None:
-    for found in world2.run(compiled.train, "tiny", {}):
-        assert_equal(found)
-        forward, backward = found["graphs"]
+    for results in world2.run(compiled.train, "tiny", {}):
+        assert_equal(results)
+        forward, backward = results["graphs"]
         # Of the embedding, the MLP and twice of the loss; backward: of the MLP and the head.
         assert (forward[ALL_REDUCE], backward[ALL_REDUCE]) == (4, 2)
 
@@ -39,13 +39,13 @@ def test_equal_layers_are_compiled_once_in_the_order_of_the_program(
     world2: World, sequence_parallel: bool, most: int
 ) -> None:
     """Gradients of weights run between a collective's start and its wait."""
-    for found in world2.run(compiled.deep, sequence_parallel, seconds=600):
-        assert_equal(found)
-        first, second = found["eager"]["losses"]
+    for results in world2.run(compiled.deep, sequence_parallel, seconds=600):
+        assert_equal(results)
+        first, second = results["eager"]["losses"]
         assert first != second  # each step drops others
-        assert found["graphs"] <= most  # a layer and the head, forward and backward, and what surrounds them
-        assert found["code"] == found["program"]
-        assert max(found["code"]) >= 2
+        assert results["graphs"] <= most  # a layer and the head, forward and backward, and what surrounds them
+        assert results["code"] == results["program"]
+        assert max(results["code"]) >= 2
 
 
 @pytest.mark.matrix
@@ -55,11 +55,11 @@ def test_equal_layers_are_compiled_once_in_the_order_of_the_program(
     [{}, {"checkpointed": True}, {"recompute": Recompute("selective")}, {"recompute": Recompute("full")}],
 )
 def test_compiled_programs_under_sequence_parallelism(world2: World, name: str, more: dict[str, Any]) -> None:
-    for found in world2.run(compiled.train, name, {"sequence_parallel": True, **more}, seconds=600):
-        assert_equal(found)
+    for results in world2.run(compiled.train, name, {"sequence_parallel": True, **more}, seconds=600):
+        assert_equal(results)
         # In a layer, which is compiled once: into the attention and the MLP, and out of both; in the backward alike.
-        assert sum(graph.get(SCATTER, 0) for graph in found["graphs"]) >= 4
-        assert sum(graph.get(GATHER, 0) for graph in found["graphs"]) >= 4
+        assert sum(graph.get(SCATTER, 0) for graph in results["graphs"]) >= 4
+        assert sum(graph.get(GATHER, 0) for graph in results["graphs"]) >= 4
 
 
 @pytest.mark.parametrize(
@@ -71,20 +71,20 @@ def test_compiled_programs_under_sequence_parallelism(world2: World, name: str, 
     ids=len,
 )
 def test_sizes_are_symbols_from_the_second_ones_on(rows: tuple[int, ...], graphs: list[int]) -> None:
-    found = compiled.shapes(rows)
-    for a, b in zip(found["eager"], found["compiled"], strict=True):
+    results = compiled.shapes(rows)
+    for a, b in zip(results["eager"], results["compiled"], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     # A batch of one is a number: operations take it for one that is broadcast.
-    assert found["graphs"] == [0] * len(rows) + graphs
+    assert results["graphs"] == [0] * len(rows) + graphs
 
 
 @pytest.mark.matrix
 def test_steps_of_many_lengths_are_compiled_twice() -> None:
     """For the first sizes and for all others."""
-    found = compiled.lengths([(2, 8), (2, 12), (2, 7), (2, 33), (2, 8)], None)
-    for eager, other in zip(found["eager"], found["compiled"], strict=True):
+    results = compiled.lengths([(2, 8), (2, 12), (2, 7), (2, 33), (2, 8)], None)
+    for eager, other in zip(results["eager"], results["compiled"], strict=True):
         assert_equal({"eager": eager, "compiled": other})
-    first, second, *same = found["graphs"]
+    first, second, *same = results["graphs"]
     assert second == 2 * first
     assert same == [second] * 3
 
@@ -93,10 +93,10 @@ def test_steps_of_many_lengths_are_compiled_twice() -> None:
 def test_steps_of_many_lengths_are_compiled_thrice(world2: World) -> None:
     """For the first sizes, for all others, and for a length of one; divisible, odd, and with another batch."""
     sizes = [(2, 8), (2, 12), (2, 7), (2, 33), (2, 8), (2, 1), (2, 2)]
-    for found in world2.run(compiled.lengths, sizes, None, seconds=600):
-        for eager, other in zip(found["eager"], found["compiled"], strict=True):
+    for results in world2.run(compiled.lengths, sizes, None, seconds=600):
+        for eager, other in zip(results["eager"], results["compiled"], strict=True):
             assert_equal({"eager": eager, "compiled": other})
-        first, second, *same = found["graphs"]
+        first, second, *same = results["graphs"]
         assert second == 2 * first
         assert same == [second] * 3 + [3 * first] * 2
 
@@ -105,21 +105,21 @@ def test_steps_of_many_lengths_are_compiled_thrice(world2: World) -> None:
 @pytest.mark.parametrize("more", [{"sequence_parallel": True}, {"recompute": Recompute("full")}])
 def test_steps_of_many_lengths_under_other_plans(world2: World, more: dict[str, Any]) -> None:
     sizes = [(2, 8), (2, 12), (3, 6), (4, 10), (5, 14)]
-    for found in world2.run(compiled.lengths, sizes, more, seconds=900):
-        for eager, other in zip(found["eager"], found["compiled"], strict=True):
+    for results in world2.run(compiled.lengths, sizes, more, seconds=900):
+        for eager, other in zip(results["eager"], results["compiled"], strict=True):
             assert_equal({"eager": eager, "compiled": other})
-        assert found["graphs"][2:] == found["graphs"][2:3] * 3
+        assert results["graphs"][2:] == results["graphs"][2:3] * 3
 
 
 @pytest.mark.matrix
 def test_a_new_memory_layout_is_no_new_shape() -> None:
-    found = compiled.variants()
-    assert found["graphs"] == 2
-    assert len(found["losses"]) == 10
+    results = compiled.variants()
+    assert results["graphs"] == 2
+    assert len(results["losses"]) == 10
 
 
 @pytest.mark.matrix
 def test_weights_that_the_loss_does_not_reach_get_no_gradient(world2: World) -> None:
-    for found in world2.run(compiled.without_gradient):
-        assert {"aside.bias", "aside.weight", "first.weight"} <= set(found["bucket"])
-        assert found["eager"] == found["compiled"] == ["aside.bias", "aside.weight"]
+    for results in world2.run(compiled.without_gradient):
+        assert {"aside.bias", "aside.weight", "first.weight"} <= set(results["bucket"])
+        assert results["eager"] == results["compiled"] == ["aside.bias", "aside.weight"]

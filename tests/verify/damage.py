@@ -48,7 +48,7 @@ def _nodes(lines: Lines) -> list[int]:
 
 
 def _names(lines: Lines) -> list[str]:
-    return [found[1] for line in lines if (found := _DEFINITION.match(line))]
+    return [match[1] for line in lines if (match := _DEFINITION.match(line))]
 
 
 def duplicate(lines: Lines, generator: random.Random) -> Lines:
@@ -87,16 +87,16 @@ def swap(lines: Lines, generator: random.Random) -> Lines:
     """Two lines change places, neighbours or any."""
     i = generator.randrange(len(lines) - 1)
     k = i + 1 if generator.random() < 0.5 else generator.randrange(len(lines))
-    found = list(lines)
-    found[i], found[k] = found[k], found[i]
-    return found
+    edited = list(lines)
+    edited[i], edited[k] = edited[k], edited[i]
+    return edited
 
 
 def redirect(lines: Lines, generator: random.Random) -> Lines:
     """An operand is another node, itself, or unknown."""
     i = generator.choice([k for k, line in enumerate(lines) if _NAME.findall(line)[1:] or line.startswith("return")])
-    found = list(_NAME.finditer(lines[i]))
-    match = generator.choice(found[1:] if lines[i].startswith("%") else found) if found[1:] else found[0]
+    names = list(_NAME.finditer(lines[i]))
+    match = generator.choice(names[1:] if lines[i].startswith("%") else names) if names[1:] else names[0]
     other = generator.choice([*_names(lines), "nobody"])
     return [*lines[:i], f"{lines[i][: match.start()]}%{other}{lines[i][match.end() :]}", *lines[i + 1 :]]
 
@@ -113,11 +113,11 @@ def item(lines: Lines, generator: random.Random) -> Lines:
 
 def _replaced(lines: Lines, generator: random.Random, pattern: re.Pattern[str], values: tuple[str, ...]) -> Lines:
     """One place that the pattern matches, in any line, has another value."""
-    places = [(i, found) for i, line in enumerate(lines) for found in pattern.finditer(line)]
+    places = [(i, match) for i, line in enumerate(lines) for match in pattern.finditer(line)]
     if not places:
         return drop(lines, generator)
-    i, found = generator.choice(places)
-    line, (start, end) = lines[i], found.span(found.lastindex or 0)
+    i, match = generator.choice(places)
+    line, (start, end) = lines[i], match.span(match.lastindex or 0)
     return [*lines[:i], f"{line[:start]}{generator.choice(values)}{line[end:]}", *lines[i + 1 :]]
 
 
@@ -133,7 +133,7 @@ def value(lines: Lines, generator: random.Random) -> Lines:
 
 def retype(lines: Lines, generator: random.Random) -> Lines:
     """A node has another type, that of another node, or none."""
-    kinds = [found[0] for line in lines if (found := _TYPE.search(line))]
+    kinds = [match[0] for line in lines if (match := _TYPE.search(line))]
     i = generator.choice([k for k, line in enumerate(lines) if _TYPE.search(line)])
     new = generator.choice(("", f" : {generator.choice(_TYPES)} ", generator.choice(kinds), generator.choice(kinds)))
     return [*lines[:i], _TYPE.sub(lambda _: new, lines[i], count=1), *lines[i + 1 :]]
@@ -151,11 +151,11 @@ def placement(lines: Lines, generator: random.Random) -> Lines:
 
 def arguments(lines: Lines, generator: random.Random) -> Lines:
     """An operation takes one argument less, one more, or two in the other order."""
-    places = [i for i, line in enumerate(lines) if (found := _CALL.match(line)) and found[3]]
+    places = [i for i, line in enumerate(lines) if (match := _CALL.match(line)) and match[3]]
     i = generator.choice(places)
-    found = _CALL.match(lines[i])
-    assert found is not None
-    parts = re.split(r", (?![^\[(]*[\])])", found[3])
+    match = _CALL.match(lines[i])
+    assert match is not None
+    parts = re.split(r", (?![^\[(]*[\])])", match[3])
     how, k = generator.randrange(4), generator.randrange(len(parts))
     if how == 0:
         parts.pop(k)
@@ -163,7 +163,7 @@ def arguments(lines: Lines, generator: random.Random) -> Lines:
         parts.insert(k, generator.choice((*_VALUES, *_NUMBERS, f"%{generator.choice(_names(lines))}")))
     else:
         parts[k], parts[0] = parts[0], parts[k]
-    start, end = found.span(3)
+    start, end = match.span(3)
     return [*lines[:i], f"{lines[i][:start]}{', '.join(parts)}{lines[i][end:]}", *lines[i + 1 :]]
 
 
@@ -171,7 +171,7 @@ def operator(lines: Lines, generator: random.Random) -> Lines:
     """An operation is another one of the text, or of torch."""
     calls = [i for i, line in enumerate(lines) if _CALL.match(line)]
     i, k = generator.choice(calls), generator.choice(calls)
-    heads = [_CALL.match(lines[each]) for each in (i, k)]
+    heads = [_CALL.match(lines[index]) for index in (i, k)]
     (start, end) = heads[0].span(1)  # type: ignore[union-attr]
     names = ("aten.item.default", "aten.nonzero.default", "aten.mm.default", "aten.split.Tensor", "fxpar.size")
     name = heads[1][1] if generator.random() < 0.7 else generator.choice(names)  # type: ignore[index]
@@ -186,37 +186,37 @@ def axis(lines: Lines, generator: random.Random) -> Lines:
 def attribute(lines: Lines, generator: random.Random) -> Lines:
     """A node has another attribute, or one less."""
     i = generator.choice(_nodes(lines))
-    found = _ATTRIBUTES.search(lines[i])
+    match = _ATTRIBUTES.search(lines[i])
     new = generator.choice(_ATTRIBUTE)
-    if found is None:
+    if match is None:
         head, mark, comment = lines[i].partition("  #")
         return [*lines[:i], f"{head} {{{new}}}{mark}{comment}", *lines[i + 1 :]]
-    parts = [part for part in found[1].split(", ") if part.partition("=")[0] != new.partition("=")[0]]
+    parts = [part for part in match[1].split(", ") if part.partition("=")[0] != new.partition("=")[0]]
     if generator.random() < 0.4:
-        parts = found[1].split(", ")[1:]
+        parts = match[1].split(", ")[1:]
     else:
         parts.append(new)
     inside = f"{{{', '.join(parts)}}}" if parts else ""
-    return [*lines[:i], f"{lines[i][: found.start()]}{inside}{lines[i][found.end() :]}", *lines[i + 1 :]]
+    return [*lines[:i], f"{lines[i][: match.start()]}{inside}{lines[i][match.end() :]}", *lines[i + 1 :]]
 
 
 def header(lines: Lines, generator: random.Random) -> Lines:
     """The header says something else."""
-    found = list(lines)
+    edited = list(lines)
     i = generator.choice([k for k, line in enumerate(lines) if line and not line.startswith(("%", " "))])
     if lines[i].startswith("properties"):
         known = set(lines[i].split()[1:]) ^ {generator.choice(_PROPERTIES)}
-        found[i] = " ".join(["properties", *sorted(known)])
+        edited[i] = " ".join(["properties", *sorted(known)])
     elif lines[i].startswith("plan"):
-        found[i] = lines[i].replace("{", "{" + generator.choice(_PLANS) + ", ", 1)
+        edited[i] = lines[i].replace("{", "{" + generator.choice(_PLANS) + ", ", 1)
     elif lines[i].startswith("return"):
         parts = lines[i].removeprefix("return ").split(", ")
         k = generator.randrange(len(parts))
         parts = [*parts[:k], *parts[k + 1 :]] if generator.random() < 0.5 else [*parts[k:], *parts[:k]]
-        found[i] = f"return {', '.join(parts)}"
+        edited[i] = f"return {', '.join(parts)}"
     else:
         return number(lines, generator)
-    return found
+    return edited
 
 
 def owner(lines: Lines, generator: random.Random) -> Lines:
@@ -228,11 +228,11 @@ def owner(lines: Lines, generator: random.Random) -> Lines:
     how = generator.choice(("", "(frozen)", "(gradient)", "(left_out)", '(tied="other")', f'(tied="{names[0]}")'))
     name = generator.choice((*names, "fxpar.tangent.loss", "fxpar.tangent.nobody", "fxpar.rng", "fxpar.received.x", ""))
 
-    def other(found: re.Match[str]) -> str:
-        return f'{kind or found[1]}["{name or found[2]}"]{how}'
+    def other(match: re.Match[str]) -> str:
+        return f'{kind or match[1]}["{name or match[2]}"]{how}'
 
-    found = re.sub(r'(input|parameter|buffer|constant)\["([^"]*)"\]', other, lines[i], count=1)
-    return [*lines[:i], found, *lines[i + 1 :]]
+    edited = re.sub(r'(input|parameter|buffer|constant)\["([^"]*)"\]', other, lines[i], count=1)
+    return [*lines[:i], edited, *lines[i + 1 :]]
 
 
 DAMAGES: tuple[Damage, ...] = (
@@ -267,7 +267,7 @@ def damaged(text: str, count: int, seed: int) -> Iterator[tuple[str, str]]:
     generator, lines = random.Random(seed), text.splitlines()
     for index in range(count):
         chosen = [DAMAGES[index % len(DAMAGES)], *([generator.choice(DAMAGES)] if index % 3 == 2 else [])]
-        found = lines
+        edited = lines
         for damage in chosen:
-            found = damage(found, generator)
-        yield f"{index}: {', '.join(damage.__name__ for damage in chosen)}", "\n".join(found) + "\n"
+            edited = damage(edited, generator)
+        yield f"{index}: {', '.join(damage.__name__ for damage in chosen)}", "\n".join(edited) + "\n"

@@ -39,26 +39,26 @@ def source() -> Source:
 
 def line(name: str) -> Line:
     """The line of a node."""
-    return next(each for each in source().nodes if each.name == name)
+    return next(node for node in source().nodes if node.name == name)
 
 
 def find(pattern: str, stage: int | None = None) -> Line:
     """The first line whose operation has the pattern, of a stage."""
     return next(
-        each for each in source().nodes if re.search(pattern, each.head) and stage in (None, *stages_of_line(each))
+        node for node in source().nodes if re.search(pattern, node.head) and stage in (None, *stages_of_line(node))
     )
 
 
-def stages_of_line(each: Line) -> tuple[int, ...]:
-    found = _STAGE.search(each.rest)
+def stages_of_line(node: Line) -> tuple[int, ...]:
+    found = _STAGE.search(node.rest)
     return tuple(map(int, found[1].split("+"))) if found else ()
 
 
-def on(each: Line, stages: str) -> Line:
+def on(node: Line, stages: str) -> Line:
     """The line with another note of stages, of none where it is empty."""
     if stages:
-        return replace(each, rest=_STAGE.sub(f"stage={stages}", each.rest))
-    return replace(each, rest=re.sub(r"(, )?stage=[\d+]+", "", each.rest).replace(" {}", ""))
+        return replace(node, rest=_STAGE.sub(f"stage={stages}", node.rest))
+    return replace(node, rest=re.sub(r"(, )?stage=[\d+]+", "", node.rest).replace(" {}", ""))
 
 
 def rejected(text: Source) -> str:
@@ -117,21 +117,21 @@ def test_a_transfer_that_skips_a_stage() -> None:
 
 
 def test_a_transfer_that_is_there_twice() -> None:
-    for each in passed_on():
-        twin = replace(each, name=f"{each.name}_twin")
-        reason = rejected(swapped(each, each, twin))
+    for node in passed_on():
+        twin = replace(node, name=f"{node.name}_twin")
+        reason = rejected(swapped(node, node, twin))
         assert f"%{twin.name} (" in reason
-        assert f"crosses the cut in front of stage {stages_of_line(each)[0]} twice, as %{each.name} too" in reason
+        assert f"crosses the cut in front of stage {stages_of_line(node)[0]} twice, as %{node.name} too" in reason
 
 
 def test_a_transfer_of_another_stage() -> None:
-    for each in passed_on():
-        (stage,) = stages_of_line(each)
+    for node in passed_on():
+        (stage,) = stages_of_line(node)
         for other in {0, 1, 2, 3} - {stage}:
-            assert f"%{each.name} (" in rejected(swapped(each, on(each, str(other))))
-    assert "is on 7 and not on one of 4 stages" in rejected(swapped(each, on(each, "7")))
-    assert "is on none and not on one of 4 stages" in rejected(swapped(each, on(each, "")))
-    assert "is on 2+3 and not on one of 4 stages" in rejected(swapped(each, on(each, "2+3")))
+            assert f"%{node.name} (" in rejected(swapped(node, on(node, str(other))))
+    assert "is on 7 and not on one of 4 stages" in rejected(swapped(node, on(node, "7")))
+    assert "is on none and not on one of 4 stages" in rejected(swapped(node, on(node, "")))
+    assert "is on 2+3 and not on one of 4 stages" in rejected(swapped(node, on(node, "2+3")))
 
 
 def test_a_transfer_of_an_input() -> None:
@@ -139,7 +139,7 @@ def test_a_transfer_of_an_input() -> None:
     reason = rejected(
         source()
         .edited((line("view_1"), [received, line("view_1")]))
-        .redirected("labels", "labels_on_3", lambda each: isinstance(each, Line) and each.name == "view_1")
+        .redirected("labels", "labels_on_3", lambda node: isinstance(node, Line) and node.name == "view_1")
     )
     assert "%labels is no result of a stage, but crosses the cut in front of stage 3" in reason
 
@@ -225,21 +225,21 @@ def edits() -> Iterator[tuple[str, Source]]:
 
     Those are of the same type, on the stage before: the text is then another model's.
     """
-    operations = [each for each in source().nodes if stages_of_line(each)]
-    for each in operations:
+    operations = [node for node in source().nodes if stages_of_line(node)]
+    for node in operations:
         for other in range(4):
-            if (other,) != stages_of_line(each):
-                yield f"{each.name} on {other}", swapped(each, on(each, str(other)))
+            if (other,) != stages_of_line(node):
+                yield f"{node.name} on {other}", swapped(node, on(node, str(other)))
     before: list[Line] = []
-    for each in source().nodes:
-        if each.head.startswith("fxpar.transfer("):
-            (stage,) = stages_of_line(each)
+    for node in source().nodes:
+        if node.head.startswith("fxpar.transfer("):
+            (stage,) = stages_of_line(node)
             for value in before:
-                alike = value.type == each.type and stages_of_line(value) == (stage - 1,)
+                alike = value.type == node.type and stages_of_line(value) == (stage - 1,)
                 if not alike:
-                    changed = replace(each, head=f"fxpar.transfer(%{value.name})")
-                    yield f"{each.name} of {value.name}", swapped(each, changed)
-        before.append(each)
+                    changed = replace(node, head=f"fxpar.transfer(%{value.name})")
+                    yield f"{node.name} of {value.name}", swapped(node, changed)
+        before.append(node)
 
 
 def _outcomes(chosen: list[tuple[str, Source]]) -> tuple[int, list[str]]:

@@ -41,19 +41,19 @@ def test_steps_draw_other_masks() -> None:
 
 def changed(name: str, change: Callable[[Program], None]) -> Program:
     """A localised program with something wrong in it."""
-    found = program(name, 2).copy()
-    change(found)
-    return found
+    edited = program(name, 2).copy()
+    change(edited)
+    return edited
 
 
-def target_of(found: Program, target: object) -> torch.fx.Node:
+def target_of(edited: Program, target: object) -> torch.fx.Node:
     """The last node that calls an operator."""
-    last: torch.fx.Node = next(node for node in reversed(found.graph.nodes) if node.target is target)
+    last: torch.fx.Node = next(node for node in reversed(edited.graph.nodes) if node.target is target)
     return last
 
 
-def to_relu(found: Program) -> None:
-    target_of(found, aten.gelu.default).target = aten.relu.default
+def to_relu(edited: Program) -> None:
+    target_of(edited, aten.gelu.default).target = aten.relu.default
 
 
 def test_another_activation_deviates_in_the_loss_and_in_gradients() -> None:
@@ -64,14 +64,14 @@ def test_another_activation_deviates_in_the_loss_and_in_gradients() -> None:
     assert report.worst
 
 
-def detach_bias(found: Program) -> None:
-    added = found.node("linear_bias")
-    bias = added.args[1]
+def detach_bias(edited: Program) -> None:
+    biased = edited.node("linear_bias")
+    bias = biased.args[1]
     assert isinstance(bias, torch.fx.Node)
-    with found.graph.inserting_before(added):
-        cut = found.graph.call_function(aten.detach.default, (bias,))
+    with edited.graph.inserting_before(biased):
+        cut = edited.graph.call_function(aten.detach.default, (bias,))
     cut.meta = dict(bias.meta)
-    added.args = (added.args[0], cut)
+    biased.args = (biased.args[0], cut)
 
 
 def test_a_gradient_that_nothing_makes_is_named() -> None:
@@ -194,19 +194,19 @@ def test_a_capture_that_is_not_the_module_is_refused(change: Callable[[Program],
         check_capture(replace(captured, program=wrong), model, batch)
 
 
-def scale_bias(found: Program) -> None:
+def scale_bias(edited: Program) -> None:
     """Another literal in the loss."""
-    power = target_of(found, aten.pow.Tensor_Scalar)
+    power = target_of(edited, aten.pow.Tensor_Scalar)
     power.args = (power.args[0], 4)
 
 
-def cut_gradient(found: Program) -> None:
+def cut_gradient(edited: Program) -> None:
     """A bias that no gradient reaches."""
-    linear = next(node for node in found.graph.nodes if node.target is aten.linear.default)
+    linear = next(node for node in edited.graph.nodes if node.target is aten.linear.default)
     bias = linear.args[2]
     assert isinstance(bias, torch.fx.Node)
-    with found.graph.inserting_before(linear):
-        cut = found.graph.call_function(aten.detach.default, (bias,))
+    with edited.graph.inserting_before(linear):
+        cut = edited.graph.call_function(aten.detach.default, (bias,))
     cut.meta = dict(bias.meta)
     linear.args = (*linear.args[:2], cut)
 
@@ -214,20 +214,20 @@ def cut_gradient(found: Program) -> None:
 def test_verify_says_in_one_call_what_was_proved() -> None:
     model, batch = small()
     proof = expect(verify(model, batch, SPLIT))
-    found = proof.to_json()
-    assert found["ok"] is True
-    assert found["split_flops"] == 1.0
-    assert found["max_grad_error"] <= 1e-10
-    assert found["loss_error"] <= 1e-10
-    assert found["gradients"] == 4
+    document = proof.to_json()
+    assert document["ok"] is True
+    assert document["split_flops"] == 1.0
+    assert document["max_grad_error"] <= 1e-10
+    assert document["loss_error"] <= 1e-10
+    assert document["gradients"] == 4
 
 
 def test_level_static_compares_no_values() -> None:
     model, batch = small()
     with torch.device("meta"):
         meta = Small()
-    found = verify(meta, batch, SPLIT, level="static").to_json()
-    assert found.keys() == {"ok", "level", "split_flops", "uncounted", "checks"}
+    document = verify(meta, batch, SPLIT, level="static").to_json()
+    assert document.keys() == {"ok", "level", "split_flops", "uncounted", "checks"}
     with pytest.raises(InputError, match=r"up\.weight: has no values: the model is on the meta device"):
         verify(meta, batch, SPLIT)
     with pytest.raises(InputError, match="level='all': is unknown"):
@@ -237,10 +237,10 @@ def test_level_static_compares_no_values() -> None:
 def test_the_model_is_verified_in_the_plan_s_precision_and_left_as_it_was() -> None:
     model, batch = small()
     batch = {"x": batch["x"].bfloat16()}
-    kept = [parameter.data_ptr() for parameter in model.parameters()]
+    pointers = [parameter.data_ptr() for parameter in model.parameters()]
     proof = expect(verify(model, batch, SPLIT.replace(precision="bf16")))
     assert {p.type.dtype for p in proof.program.parameters} == {torch.bfloat16}
-    assert [parameter.data_ptr() for parameter in model.parameters()] == kept
+    assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
@@ -266,27 +266,27 @@ def test_gradients_of_a_model_without_loss_are_those_of_its_outputs() -> None:
 
 
 @fxpar.register_pass("halved_gradient", requires={"canonical"})
-def halved_gradient(found: Program) -> Program:
+def halved_gradient(edited: Program) -> Program:
     """Halves a gradient and no value."""
-    gelu = target_of(found, aten.gelu.default)
-    with found.graph.inserting_after(gelu):
-        cut = found.graph.call_function(aten.detach.default, (gelu,))
-    with found.graph.inserting_after(cut):
-        mean = found.graph.call_function(aten.add.Tensor, (gelu, cut))
-    with found.graph.inserting_after(mean):
-        half = found.graph.call_function(aten.mul.Tensor, (mean, 0.5))
+    gelu = target_of(edited, aten.gelu.default)
+    with edited.graph.inserting_after(gelu):
+        cut = edited.graph.call_function(aten.detach.default, (gelu,))
+    with edited.graph.inserting_after(cut):
+        mean = edited.graph.call_function(aten.add.Tensor, (gelu, cut))
+    with edited.graph.inserting_after(mean):
+        half = edited.graph.call_function(aten.mul.Tensor, (mean, 0.5))
     for node in (cut, mean, half):
         node.meta = dict(gelu.meta)
     for user in [user for user in gelu.users if user not in (cut, mean)]:
         user.replace_input_with(gelu, half)
-    return found
+    return edited
 
 
 @fxpar.register_pass("to_relu", requires={"canonical"})
-def to_relu_pass(found: Program) -> Program:
+def to_relu_pass(edited: Program) -> Program:
     """Replaces an activation by another; its contract says that values stay equal."""
-    to_relu(found)
-    return found
+    to_relu(edited)
+    return edited
 
 
 def test_a_pass_that_changes_values_makes_the_proof_fail() -> None:
