@@ -158,6 +158,8 @@ class _Traces:
         """As the first of the ways has it that has one; the first one's error where none has."""
         first: Exception | None = None
         for more in (MORE, 0) if self._conditions else (MORE,):
+            # PyTorch's C++ first: it is what eager runs. Its Python forms follow,
+            # as some C++ formulas take sizes for numbers.
             for in_python in (False, True):
                 try:
                     derivative = self._traced(call, more, in_python)
@@ -277,6 +279,7 @@ class Derivatives:
     def _numbers_of(self, call: _DifferentiatedCall, place: str) -> Needs | None:
         fixed = [symbol for symbol in self._symbols if isinstance(symbol, Symbol)]
         sets = [some for count in range(1, len(fixed) + 1) for some in combinations(fixed, count)]
+        # Rows last: data ranks cannot share out a number of rows.
         for some in sorted(sets, key=lambda some: (any(symbol.dim == 0 for symbol in some), len(some))):
             numbers = {symbol.name: symbol.example for symbol in some}
             for more in (MORE, 0):
@@ -369,6 +372,8 @@ def trace(
 
         def tangent(output: Tensor) -> Tensor:
             with torch.no_grad():
+                # A placeholder for the gradient: its node is looked up by name and made
+                # an input below, so that nothing is filled.
                 direction = torch.empty_like(output)
             upstream.append(next(iter(reversed(graph.nodes))).name)
             return direction
@@ -385,6 +390,8 @@ def trace(
             gradients: list[Tensor | None] = [None for _ in differentiated]
             if pairs:
                 ends, directions = zip(*pairs, strict=True)
+                # Inside of make_fx the engine runs its formulas on fakes, and
+                # the operators that they call become nodes.
                 gradients = list(torch.autograd.grad(ends, sources, directions, allow_unused=True))
         return [o if isinstance(o, Tensor) else None for o in outputs], gradients
 
@@ -449,6 +456,7 @@ def _functional(graph: fx.Graph, forward: set[str]) -> None:
         while at.op != "root":
             later.add(at)
             at = at.next
+        # Only what comes later: earlier readers had the old values, which the functional form leaves as they are.
         written.replace_all_uses_with(node, lambda user, later=later: user in later)
         _write_through(graph, written, node, later, forward)
 

@@ -310,6 +310,7 @@ class Derived:
                 args, kwargs = self.arguments(traced)
                 self.env[traced] = self.emit.forward(traced.target, args, kwargs, self.kind(traced), self.node)
                 count += traced.target is not operator.getitem
+        # With one operation in the call's place nothing new has to be differentiated.
         self.is_decomposed = count > 1
         return [None if traced is None else self.env[origin_of(traced)] for traced in self.derivative.outputs]
 
