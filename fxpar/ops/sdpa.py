@@ -144,12 +144,15 @@ def backward(
         of_query, of_keys, of_values = dropped_attention_gradient(*tensors, *dropping)
         return of_query, call.summed(of_keys, call.key), call.summed(of_values, call.value)
     scores, nothing = _scores(full)
+    # One number a row restores the probabilities, so the forward keeps no matrix of them.
     probabilities = (_wide(scores) - log_sum.unsqueeze(-1)).exp().to(scores.dtype)
     if nothing is not None:
         probabilities = probabilities.masked_fill(nothing, 0.0)
     dropped = probabilities if drops is None else drops(probabilities)
     of_dropped = gradient @ full.value.transpose(-2, -1)
     of_probabilities = of_dropped if drops is None else drops(of_dropped)
+    # The sum over keys of probabilities times their gradients equals this product,
+    # with dropout too (FlashAttention, arXiv 2205.14135).
     total = (gradient * out).sum(-1, keepdim=True)
     of_scores = probabilities * (of_probabilities - total)
     of_query = (of_scores @ full.key).sum_to_size(query.shape) * call.factor
@@ -227,6 +230,7 @@ def kernel(call: SdpaCall) -> Kernel | None:
     parameters = cuda.SDPAParams(query, key, value, call.mask, 0.0, call.is_causal, call.enable_gqa)
     order = [int(choice) for choice in torch._C._get_sdp_priority_order()]
     if torch.cuda.get_device_capability(query.device)[0] in _CUDNN_FIRST:
+        # A stable sort: cuDNN comes first, the others stay in PyTorch's order.
         order = sorted(order, key=lambda choice: choice != _CUDNN)
     for choice in order:
         candidate = _KERNELS.get(choice)
@@ -294,9 +298,12 @@ def _bias(call: SdpaCall) -> Tensor | None:
 
 
 def _efficient(call: SdpaCall) -> tuple[Tensor, Tensor]:
+    # This kernel knows no heads that share keys and values.
     key, value = (_with_all_heads(x, call) for x in (call.key, call.value))
     args = (call.query, key, value, _bias(call), True, 0.0, call.is_causal)
     outputs: Any = aten._scaled_dot_product_efficient_attention(*args, scale=call.scale)
+    # The kernel gives sums for whole tiles of rows. What goes beyond the
+    # query's rows would be kept for the backward too.
     return outputs[0], outputs[1][..., : call.query.shape[-2]].contiguous()
 
 
