@@ -96,6 +96,8 @@ class FullIterationGraphs(CachedGraphs):
         moving = [batch.ready.moving(batch.others, batch.others) for batch in batches]
         key: Any = ("iteration", gradients, _state_of(options))
         for batch, names in zip(batches, moving, strict=True):
+            # Rows of all data ranks are in it, so that all ranks record in the same call. A capture on some
+            # ranks alone would leave the others waiting in its collectives.
             key += (id(batch.ready), batch.rows, batch.loss, batch.addresses)
             key += key_of(batch.others, names)
         iteration = self.variant(key, lambda pool: Iteration(pool, random), None)
@@ -140,6 +142,8 @@ class Iteration:
                 static.fill(call.values)
         assert self._recording is not None
         assert self._result is not None
+        # Replays count the state up themselves. It is written only where
+        # something else moved the step, as a resume does.
         if self._step != self._random.step:
             self._state.copy_(self._random.peek())
         self._recording.replay()
@@ -163,6 +167,8 @@ class Iteration:
         ]
 
         def work() -> StepResult:
+            # The copy is part of the graph: microbatches read the state as it was,
+            # while the next replay finds it counted up.
             state = self._state.clone()
             self._state.add_(self._one)
             return run(static_calls, lambda: state)

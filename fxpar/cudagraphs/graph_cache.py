@@ -68,10 +68,14 @@ class CachedGraphs(NoGraphs):
         """
         if self._closed:
             raise InputError("the module is closed", where="close()", remedy="close it behind its last call")
+        # The first call runs as it is. Triton tunes kernels, and NCCL makes communicators at
+        # their first use, none of which a capture may contain.
         if key not in self._seen:
             self._check_room(len(self._seen))
             self._seen.add(key)
             return plain
+        # A pool whose forward waits for its backward holds what that backward
+        # reads. A second forward in it would overwrite that.
         free = [(pool, known) for pool, known in self._pools if pool.flight is None]
         for _, known in free:
             if key in known:
@@ -143,6 +147,7 @@ def key_of(values: Mapping[str, Any], inputs: Collection[str]) -> tuple[Hashable
     """Shapes of what is copied in, and addresses and strides of all else."""
     shapes = tuple((name, tuple(values[name].shape), values[name].dtype) for name in inputs)
     rest = [value for name, value in values.items() if name not in inputs]
+    # Strides too: a transposed view has the address of its base, and a graph would read it in the wrong order.
     return shapes, tuple((value.data_ptr(), value.stride()) for value in rest)
 
 

@@ -68,6 +68,7 @@ class Replayed:
         self._pieces: list[Recording | _Between] = []
         runs = itertools.groupby(range(len(calls)), key=lambda index: bool(calls[index].uncaptured))
         for is_between, run in runs:
+            # Calls without a graph stay single, as each needs its results copied to where the next graph reads them.
             for indices in [[index] for index in run] if is_between else [list(run)]:
                 if is_between:
                     self._pieces.append(self._run_between(calls[indices[0]], values))
@@ -190,6 +191,7 @@ class GraphedStep:
             self._forward = forward
             self._found = {name: self._own[name] for name in self._calls.gives}
             self._placed = there
+            # What is dropped here the pool may give to recordings that come later.
             self._own = {}
         else:
             assert self._tangents is not None

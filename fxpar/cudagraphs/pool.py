@@ -120,6 +120,7 @@ class CudaPool(OneFlight):
                 remedy="give the operator that does it torch.Tag.cudagraph_unsafe, leave it out by cuda_graphs.scope, "
                 "or set cuda_graphs to CudaGraphs('none'); the error's cause has the line",
             ) from error
+        # Reserved and not allocated memory: a graph's pool keeps whole segments, which no other allocation can use.
         taken = max(torch.cuda.memory_reserved(self._device) - before, 0)
         self.cost = self.cost[0] + time.perf_counter() - start, self.cost[1] + taken
         return graph, result
@@ -174,6 +175,8 @@ class Tape:
         """Remembers values that are about to be changed, if they are others'."""
         known = {_number(storage) for storage, _ in self._before} | self.writes.keys()
         for tensor in values:
+            # All of the storage is saved once: a view and its base are one memory,
+            # and a second copy would save changed bytes.
             if _number(tensor) not in known:
                 known.add(_number(tensor))
                 whole = storage_bytes(tensor)
@@ -181,6 +184,7 @@ class Tape:
 
     def put_back(self) -> None:
         """What others have is as before the recording, which computes nothing on a GPU."""
+        # The stand-in has to run work to learn its calls. Undone, a sum in place does not count twice.
         for whole, before in self._before:
             whole.copy_(before)
         self._before.clear()
@@ -196,6 +200,9 @@ class Tape:
         def again() -> None:
             leaves = [leaf for leaf in pytree.tree_leaves(function(*args, **kwargs)) if isinstance(leaf, Tensor)]
             for i, static in fresh.items():
+                # A functional collective may still be under way when it returns. Reading its
+                # result through copy_ without the wait would read memory that gloo has yet to
+                # fill. For all other tensors the wait does nothing.
                 static.copy_(torch.ops._c10d_functional.wait_tensor(leaves[i]))
 
         self._calls.append(again)
@@ -226,6 +233,7 @@ class Tape:
         geometry = tuple(value.shape), value.stride(), value.storage_offset(), value.dtype
         views = self.reads.setdefault(_number(value), {})
         if geometry not in views:
+            # The view is made outside of the recorder, or it would be a call on the tape itself.
             with disable_current_modes():
                 views[geometry] = value.detach()
         return views[geometry]
@@ -238,6 +246,8 @@ class Tape:
         """
         for number, views in self.reads.items():
             # One more is the storage's object of Python.
+            # A CUDA graph reads an address whether or not anybody still has the tensor. The tape's views keep the
+            # storage alive, so only the count tells that the owner is gone.
             if number not in pooled and torch._C._storage_Use_Count(number) <= len(views) + 1:
                 value = next(iter(views.values()))
                 raise AssertionError(f"a graph reads {value.dtype}{list(value.shape)}, which nobody keeps")
@@ -323,6 +333,7 @@ class StandInPool(OneFlight):
     def scramble(self, static: Iterable[Tensor], later: Iterable[Any], live: Iterable[Tensor]) -> None:
         """See `Pool`."""
         live_numbers = {_number(tensor) for tensor in live}
+        # What later recordings read counts as live even where Python has dropped it: a graph has no references.
         live_numbers = live_numbers.union(*(tape.reads for tape in later))
         written = (value for tape in self.tapes for value in tape.writes.values())
         for value in (*static, *written):

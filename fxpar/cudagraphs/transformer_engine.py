@@ -116,6 +116,7 @@ class EngineStep:
         outputs = saved.pop(_OUTPUTS)
         names = list(tangents)
         assert self._handle is not None
+        # Autograd only carries the call: gradients were placed inside of the graph, and the handle's own is zero.
         torch.autograd.grad([outputs[name] for name in names], [self._handle], [tangents[name] for name in names])
         self._pool.flight = None
         return copied(self.found, self._placed)

@@ -126,6 +126,7 @@ class Alarm:
         record = {"where": where, "reason": reason}
         if store is not None:
             with contextlib.suppress(dist.DistError):  # without a store each rank has its own
+                # compare_set is atomic: of ranks that fail at once one writes, and the others read what that one wrote.
                 record = self._posted(store, record)
         self._stop(record)
 
@@ -155,6 +156,8 @@ class Alarm:
             self.tell(None, self._where, "the store is gone, and so the process that kept it, most often rank 0")
         elif self._roll is None:
             if self._sockets and not self._sockets <= _connections():
+                # A closed connection does not say whose it was, and a rank may
+                # close one on purpose. So all ranks are asked.
                 self._roll = store.add(self._rolls, 1), time.monotonic()
                 store.set(_BELL, "")
         elif time.monotonic() - self._roll[1] > _ROLL_CALL:
@@ -194,6 +197,8 @@ class Alarm:
     def hang_up(self) -> None:
         """Ends the connections of the module's groups on CPUs: both sides of each wait no longer."""
         for number, name in self._sockets & _connections():
+            # gloo hands out no sockets, so the file descriptors of the process are looked through. Descriptors are
+            # reused, and the name that the system gives tells whether it is the same connection still.
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 if _name(number) == name:
                     connection.shutdown(socket.SHUT_RDWR)
@@ -204,6 +209,8 @@ class Alarm:
             if self.first is not None:
                 return
             error = RankError(record["reason"], where=record["where"], remedy=_REMEDY)
+            # First of all: a call on another thread that starts now would wait in
+            # groups whose connections are about to end.
             for refuse in self._refusals:
                 refuse(error)
             self.first = error
@@ -228,6 +235,7 @@ def abort_groups(error: RankError) -> None:
 
 
 def _abort_groups() -> None:
+    # The newest first, as destroy_process_group does.
     groups = [
         group for group, _ in sorted(dict(c10d._world.pg_names).items(), key=lambda entry: entry[1], reverse=True)
     ]
@@ -459,8 +467,11 @@ class Meeting:
             seconds: for which it waits; as long as the group's collectives by default.
         """
         size, (failed, *counts) = self.group.size, state
+        # The maximum of all ranks' words is the only operation here. Written as size - rank, the first rank that failed
+        # wins. One that failed late exceeds any that failed early.
         head = [(size - self.rank if failed else 0) + size * (failed is Failed.LATE), *counts, *map(number, place)]
         words = [*head, *compared, *[0] * (_PAYLOAD - len(compared))]
+        # The complement of a word turns its minimum into a maximum: one exchange gives both.
         both = self._largest(torch.tensor([*words, *(~word for word in words)]), seconds).tolist()
         largest, smallest = both[: len(words)], [~word for word in both[len(words) :]]
         return Met(
@@ -483,6 +494,7 @@ class Meeting:
         distance = 1
         while distance < size:
             other = torch.empty_like(words)
+            # gloo's all-reduce goes twice round a ring: 265 us between two processes, where these rounds take 80.
             sent = group.send([words], (self.rank + distance) % size, distance)
             group.recv([other], (self.rank - distance) % size, distance).wait(*limit)
             sent.wait()

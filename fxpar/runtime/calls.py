@@ -69,6 +69,7 @@ def freeing(calls: Sequence[UnitCall], needed: Iterable[str]) -> list[UnitCall]:
         needed: names of the values that are wanted at the end, which stay.
     """
     later = set(needed)
+    # From the end on, since only what comes later says whether a read is the last one.
     reversed_calls = []
     for call in reversed(calls):
         frees = frozenset(name for name in call.takes if name not in later)

@@ -125,6 +125,7 @@ class CompiledUnits:
 
     def _compile_all(self, units: StepUnits, fakes: Mapping[str, Tensor]) -> dict[Unit, Pair | Boxed]:
         keys = {unit: self._key(unit, units, fakes) for unit in (*units.forward, *units.backward)}
+        # Reversed, so that of several units with one key the first is compiled.
         new = {key: unit for unit, key in reversed(keys.items()) if key not in self._known}
         for i, (key, unit) in enumerate(reversed(new.items())):
             self._told(i, len(new))
@@ -147,6 +148,7 @@ class CompiledUnits:
         gives = tuple(unit.nodes[i].name for i in units.results[unit][1])
         if isinstance(compiled, Pair):
             assert number is not None
+            # Only those late values that min-cut has left: what no call takes is freed at once.
             late = (unit.late[i] for i in compiled.late)
             takes = (*_saved(number, compiled), *late)
             return UnitCall(compiled.backward, takes, gives, uncaptured=unit.uncaptured)
@@ -171,6 +173,7 @@ class CompiledUnits:
 
 def _meta(value: Tensor) -> Any:
     """What a unit is compiled for; symbolic sizes are told by their names, which are those of one scope."""
+    # As texts: comparing symbolic sizes by == would add a guard to the scope.
     return tuple(map(str, value.shape)), tuple(map(str, value.stride())), value.dtype, value.device
 
 
@@ -336,6 +339,8 @@ class Scopes(Generic[Units]):
     """
 
     def __init__(self, shapes: Mapping[str, Shape], units: Callable[[Scope], Units]) -> None:
+        # All functions of a program share the scopes, so that a unit of equal
+        # text and shapes is compiled once for them.
         self._shapes, self._units = shapes, units
         self._symbolic: list[tuple[Scope, Units]] = []
 
@@ -377,6 +382,7 @@ class Variants(Generic[Units, Compiled]):
 
     def _made(self, sizes: Mapping[str, int], make: Callable[[Units], Compiled]) -> Compiled:
         seen = [dict(key) for key in self._known]
+        # PyTorch specialises 0 and 1, so a symbol of such a size would be a number after the first guard.
         varying = [name for name, size in sizes.items() if size > 1 and any(one[name] != size for one in seen)]
         if not varying:
             return make(self._scopes.fixed)

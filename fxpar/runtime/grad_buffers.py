@@ -114,6 +114,7 @@ class Buffers:
             if place is None:
                 continue
             placed[name] = place.tensor
+            # Empty tensors all have address 0, which says nothing of where they lie.
             if place.tensor.data_ptr() != gradient.data_ptr() or not gradient.numel():  # else it was written there
                 (added if place.adds else moved).append(name)
         for names, function in ((moved, torch._foreach_copy_), (added, torch._foreach_add_)):
@@ -146,6 +147,8 @@ class Buffers:
         self._is_fresh = not self.is_hooked and all(map(is_, gradients, repeat(None)))
         self._is_added = not self.is_hooked and not self._is_fresh and self._added.holds(leaves, inside, gradients)
         # The common cases, of which no buffer need be looked at: all were, and nothing has changed.
+        # Questions about 652 parameters took 1.45 ms of the host at each
+        # replay, of 2 to 3 in all: few calls ask them now.
         if self._is_fresh and leaves is self._looked_at:
             return self._remade or None
         if self._is_added:
@@ -192,6 +195,7 @@ class Buffers:
         more: list[tuple[Tensor, Tensor]] = []
         for name, unhooked in gradients.items():
             leaf = leaf_of(parameters[name])
+            # `placed` or the product itself has written it there while the backward ran.
             if leaf.grad is not None and unhooked.data_ptr() == leaf.grad.data_ptr():  # added already
                 continue
             gradient = _hooked(leaf, unhooked)
@@ -241,6 +245,7 @@ class Buffers:
         known, kind = self._buffers.get(name), (leaf.shape, leaf.dtype, leaf.device)
         if known is None or self._kinds[name] != kind:
             self._kinds[name] = kind
+            # With the parameter's strides: torch's foreach kernels are fast only where those of the gradient are equal.
             known = torch.empty_like(leaf, memory_format=torch.preserve_format).detach()
             is_whole = isinstance(leaf, nn.Parameter)  # parts of cut parameters know it by themselves
             known = self._buffers[name] = known.as_subclass(StageGradient) if self._of_stage and is_whole else known

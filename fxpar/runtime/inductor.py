@@ -119,7 +119,9 @@ class Inductor:
             outputs: Any = output_node(first.graph).args[0]
             output_names = [node.name for node in outputs]
             taken = [str(node.target) for node in second.graph.nodes if node.op == "placeholder"]
+            # Min-cut drops late values that no result needs, so the positions of what is left are read off the names.
             late = [int(name.removeprefix(_LATE)) for name in taken if name.startswith(_LATE)]
+            # From `results` on: a result that is saved too stands at two places under one name.
             order = [output_names.index(name, results) for name in taken if not name.startswith(_LATE)]
             run_first, run_second = self._compiled(first, False), self._compiled(second, True)
 
@@ -140,6 +142,8 @@ class Inductor:
         # Whoever takes a result was compiled for its strides: none may be padded.
         end = output_node(graph.graph)
         end.meta["user_visible_output_idxs"] = list(range(len(end.args[0])))  # type: ignore[arg-type]
+        # Not torch._inductor.standalone_compile: it compiles as inference. Its later passes reorder for locality, which
+        # moves each collective's wait in front of the products that were to hide it.
         compiled: Any = compile_fx_inner(graph, fakes, is_backward=backward, is_inference=False)
         return opaque(compiled)
 
@@ -180,6 +184,7 @@ def _traced(run: Callable[..., Sequence[Any]], fakes: Sequence[Any], mode: FakeT
     # Of symbolic sizes some operators know shapes by their functions in Python alone.
     table = {**select_decomp_table(), **random.DECOMPOSITIONS}
     with torch.no_grad(), enable_python_dispatcher(), mode:
+        # Decomposed before the cut: min-cut recomputes whole nodes, and of a norm in one node it could not take parts.
         return make_fx(run, decomposition_table=table)(*fakes)
 
 
@@ -199,6 +204,7 @@ def place_products(graph: fx.Graph) -> int:
     end = output_node(graph)
     placed = 0
     for index, value in enumerate(end.args[0]):  # type: ignore[arg-type]
+        # Another reader needs the product alone, while its place may hold the sum with earlier gradients.
         if not isinstance(value, fx.Node) or value.target is not _MM or list(value.users) != [end]:
             continue
         if list(end.args[0]).count(value) == 1:  # type: ignore[arg-type]
@@ -233,6 +239,7 @@ def keep_sums(graph: fx.Graph, late: str) -> None:
         if not _size(node) or _size(one) != _size(node) or _size(other) != _size(node):
             continue
         if any(_is_only_for(a, node) and _is_dear(b, node) for a, b in ((one, other), (other, one))):
+            # The mark of PyTorch's own selective checkpointing: min-cut never recomputes a node that has it.
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
@@ -342,6 +349,7 @@ class Heuristics(InductorChoices):
 
 def _awaited(scheduler: Any, node: Any) -> set[str]:
     """Names of the waits for collectives that a kernel depends on."""
+    # Inductor asks for each pair of kernels, and a graph has thousands of pairs: its waits are looked up once.
     if scheduler not in _WAITS:
         _WAITS[scheduler] = frozenset(name for name, kernel in scheduler.name_to_node.items() if _is_wait(kernel.node))
     return {name for name in _WAITS[scheduler] if name in node.ancestors}

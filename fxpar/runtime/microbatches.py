@@ -187,6 +187,7 @@ def _joined(
     """The loss of the step. Gradients that were weighed by counts are divided by that of all."""
     if not counts:
         return joined_loss(losses, adds), gradients
+    # The factor is one for all gradients, since each microbatch was already weighed in units of the first.
     counted = torch.stack([*counts])
     factor = unit_of(counted[0]) / counted.sum()
     loss = (torch.stack([*losses]) * counted).sum() / counted.sum()

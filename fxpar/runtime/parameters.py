@@ -198,6 +198,7 @@ class Elsewhere(WholeParameter):
             try:
                 result = func(*args, **kwargs)
             except RuntimeError as error:
+                # torch raises several types for what the meta device cannot do, and its texts name the device.
                 if "meta" not in str(error).lower():
                     raise
                 elsewhere.refuse(what)

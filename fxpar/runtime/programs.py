@@ -88,6 +88,8 @@ class Programs:
         """
         with_loss = callable(self._loss)
         first = self._compile(example, with_loss, self._loss, model)
+        # The text has no rank or address, so equal programs have equal digests. Ranks with different programs would
+        # hang in the first collective that only some of them have.
         everything = {**self.facts(example), **facts, "the program": _digest(first)}
         remedy = "build the model alike on every rank: seed it, or load one checkpoint"
         self._world.agreement.agree(everything, remedy)
@@ -191,6 +193,8 @@ class Programs:
             if call is not None and (not differentiated or compiled.is_differentiable):
                 return call
         entries = ", ".join(f"{name}: {text}" for name, text in calls.batch_facts(batch, False, True).items())
+        # Whether a program is known depends on shapes that may differ by rank. Meeting first turns a rank that compiles
+        # while the others compute into an error, instead of a wait.
         self._world.agreement.meet("compiles a program", more=f" for {entries}")
         check_count(known, batch, self._plan.size_programs)
         fixed = fixed_sizes(known, batch) if differentiated else frozenset()
@@ -359,6 +363,8 @@ class Programs:
         if model is not None:
             with in_precision(model, self._plan):
                 return compare(captured, model, batch, is_first)
+        # The author's model is not kept. Weights are drawn for this comparison, while
+        # buffers such as rotary tables are the module's.
         buffers = dict(self._twins[0][1].named_buffers())
         return compare_filled(captured, self.skeleton, buffers, batch, is_first)
 
@@ -395,6 +401,8 @@ def prove_rows(program: Program, passes: Sequence[Pass]) -> None:
     Raises:
         InputError: names what takes the rows together, or the inputs that do not say which dimension they are.
     """
+    # Microbatches cut the batch as data ranks do. So two data ranks are tried in
+    # their place, and all else that cuts is switched off.
     pipeline = replace(program.plan.pipeline, stages=(), group_size=None)
     plan = replace(program.plan, virtual_stages=1, pipeline=pipeline, microbatches=1, schedule="")
     plan = replace(plan, loss_reduction="mean", tp=1, dp=2, pp=1, split={}, sequence_parallel=False)
@@ -464,6 +472,7 @@ def size_programs(known: Mapping[Any, Sequence[Compiled]]) -> tuple[str, ...]:
     """Returns the sizes of each program, of modes and structures with several, or with one for some sizes alone."""
     texts = []
     for programs in known.values():
+        # A single program for all sizes is the normal case, of which a report has nothing to say.
         is_one = len(programs) == 1 and not programs[0].captured.fixed and not programs[0].program.conditions
         texts += [] if is_one else [sizes_text(compiled.program) for compiled in programs]
     return tuple(texts)

@@ -39,6 +39,7 @@ class RandomState:
         """
         self._check()
         known, state = self._counted
+        # A new tensor and no addition in place: the state of the step before may still be read by its backward.
         state = state + self._one if known == self.step else self.peek()
         self.step += 1
         self._counted = (self.step, state)

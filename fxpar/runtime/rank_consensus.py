@@ -155,6 +155,7 @@ class Agreement:
     ) -> Met:
         assert self.meeting is not None
         step = self.step()
+        # A step that a user set to something else is refused later, with a better text than an overflow here.
         step = step if type(step) is int and 0 <= step < 2**62 else -1
         met = self.meeting.meet((failed, self.calls, self.points, step), (self.what, place), compared, seconds)
         self._entered, self._meetings = False, self._meetings + 1
@@ -182,6 +183,7 @@ class Agreement:
                 whose partner is gone: says which, and why if it said so.
         """
         store = self._store()
+        # What a stopped module raises here is a consequence: its connections were cut. The first error is the cause.
         if self.alarm.first is not None and isinstance(error, Exception):
             raise self.alarm.error from error
         if self.size == 1:
@@ -282,6 +284,7 @@ class Agreement:
         if met.is_late and wait_for(self.alarm, store, _ROLL_CALL):
             return self.alarm.error
         record = json.loads(store.get(self._place_of(self._meetings - 1, met.failed or 0)))
+        # Only classes of fxpar.errors travel by name: unpickling what another process wrote could run code.
         kind: type[FxparError] = getattr(errors, record["kind"], RankError)
         self._raised = kind(record["reason"], where=record["where"], remedy=record["remedy"])
         return self._raised

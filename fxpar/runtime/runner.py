@@ -172,6 +172,7 @@ class Runner:
             step = steps.step(steps.expected, trained)
             pending = steps.run(sizes, step, values, whole=self.waiting.is_idle, rows=call.rows)
             self._committed(pending.outputs)
+        # Without autograd's saved tensors nothing else would notice that a weight was changed before its backward.
         versions = {name: leaf._version for name, leaf in leaves.items()}
 
         def backward(tangents: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -274,6 +275,7 @@ class Runner:
         first: dict[int, BoundBatch] = {}
         ready = []
         for call in calls:
+            # In mixed precision `prepared` casts: M microbatches would cast all weights M times.
             known = first.get(id(call.ready))
             if known is None:
                 known = first[id(call.ready)] = self.prepared(call, True)

@@ -216,6 +216,7 @@ class Steps:
         returned = tuple(outputs) or self.program.outputs
         key = (tuple(names), frozenset(trained), returned)
         if key not in self._made:
+            # Which collectives are copies changes the step: a copy is a send and, in front of its reader, a take.
             copies = () if self.mailboxes is None else self.mailboxes.names
             step = compile_step(self.program, returned, names, trained, splits=self.splits, copies=copies)
             self._made[key] = self._cut(step)
@@ -244,6 +245,8 @@ class Steps:
         values = self._values(sources)
         calls = self.calls(sizes, step, values, whole=whole)
         runnable = self.graphs.step(calls, values, partial(self.moving, sources, values), (gradients, rows))
+        # Behind all that may fail on one rank alone, such as compiling or the number
+        # of graphs, and in front of the first collective.
         self.enter()
         outputs, saved = runnable.forward(values, sizes)
         return FinishedForward(step, runnable, values, sizes, outputs, saved)

@@ -146,6 +146,7 @@ class Training:
         calls = self._runner.all_prepared(calls)
         parameters, leaves = self._tensors.parameters, self._tensors.leaves
         run = partial(self._run, parameters=parameters, options=options)
+        # A call that the graphs refuse must draw nothing, or all later steps have other masks than without graphs.
         with self._random.of_accepted():
             outcome = self._graphs.train(calls, run, options, self._random, self._buffers, self._waiting)
         if self._graphs.holds_steps:
@@ -157,6 +158,7 @@ class Training:
             call_hooks(leaves, outcome.names)
         self.load = outcome.load
         loss = outcome.loss
+        # The device may still compare the ranks' batches. NaN says that they differ without a wait of the host.
         for call in calls:
             loss = loss if call.are_equal is None else loss.where(call.are_equal, torch.nan)
         return replace(outcome, loss=loss)
@@ -180,6 +182,7 @@ class Training:
             loss, gradients = left.loss, self._waiting.finished(left.unfinished, left.signature, left.finish)
         else:
             loss, gradients = self._microbatches(calls, state(), rows, options, new)
+        # Behind the last backward: it may still read the old values of the buffers that the forward has updated.
         new.commit(self._tensors.all)
         self._buffers.add(parameters, gradients, self._graphs.holds_steps and options.optimizer is None)
         names = tuple(gradients)
@@ -224,6 +227,7 @@ class Training:
             scaler.unscale_(optimizer)
         norm = None
         if options.max_norm is not None:
+            # Unscaled gradients, so that the norm and the limit are in the same unit under every loss scale.
             norm = local_of(self.clip(options.max_norm))
         is_finite = outcome.loss.isfinite() if norm is None else outcome.loss.isfinite() & norm.isfinite()
         rates = self._rates.get(optimizer)

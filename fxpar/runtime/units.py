@@ -154,6 +154,8 @@ class Unit:
         names |= {node.name: f"%{i}" for i, node in enumerate(self.nodes)}
         count = len(self.forward.nodes) if self.forward is not None else 0
         lines = [f"{len(self.early)} {len(self.late)} {count} {bool(self.uncaptured)}"]
+        # The identity of a draw differs from layer to layer. Written as a position it leaves the text
+        # of equal layers equal, and comes as an operand at run time.
         random = {identity: f"?{i}" for i, identity in enumerate(self.identities)}
         for node in self.nodes:
             mapped = fx.node.map_aggregate((node.args, node.kwargs), lambda leaf: _written(leaf, names, random))
@@ -398,6 +400,7 @@ def units_of(graph: fx.Graph, phases: Collection[str], needed: Collection[str], 
         return Unit(forward, backward, tuple(n.name for n in early), tuple(n.name for n in late))
 
     units = {segment: unit(segment, pairs.get(segment)) for segment in first}
+    # A pair is one object in both lists, since it is compiled once and its halves are called apart.
     backward = [units[of_backward[segment]] if segment in of_backward else unit(None, segment) for segment in second]
     forward = tuple(units[segment] for segment in first)
     return StepUnits(forward, tuple(backward), _results((*forward, *backward), needed))
@@ -418,8 +421,10 @@ def _pairs(first: Sequence[Segment], second: Sequence[Segment]) -> dict[Segment,
     counts: list[tuple[int, int, Segment, Segment]] = []
     for i, backward in enumerate(second):
         reads = Counter(home[node] for node in backward.outer if node in home)
+        # A unit is captured as a whole or not at all, so both halves must be of one kind.
         alike = {segment: count for segment, count in reads.items() if segment.uncaptured == backward.uncaptured}
         counts += [(-count, i, forward, backward) for forward, count in alike.items()]
+    # Greedy from the largest count is enough: any pairing is right, and a bad one only keeps more values.
     for _, _, forward, backward in sorted(counts, key=lambda candidate: candidate[:2]):
         if forward not in pairs and backward not in taken:
             pairs[forward] = backward
@@ -443,5 +448,7 @@ def _results(units: Sequence[Unit], needed: Collection[str]) -> dict[Unit, tuple
     results = {}
     for unit in dict.fromkeys(units):
         forward, backward = used[unit.text]
+        # All instances give the union of what any of them is asked for. Otherwise a layer with one
+        # more reader would be another unit, and compiled again.
         results[unit] = (tuple(sorted(forward)), tuple(sorted(backward - forward)))
     return results

@@ -120,6 +120,7 @@ class _Group:
                 self.early.add(node)
             elif node.op == "call_function":
                 self._look(node)
+                # The group is computed where the sum stands, that is in front of this write.
                 if _changes(node) and node not in self.values:
                     break  # what is read behind it may not be what it was
 
@@ -244,6 +245,7 @@ class _Group:
             return
         if x not in self.values or self._extent(x) is not Extent.FULL or not isinstance(correction, (int, float)):
             return
+        # The divisor would be zero or less: torch gives inf or NaN there, which the row kernel need not imitate.
         if correction >= self.width:
             return
         value, kind = self.values[x], fake.dtype  # type: ignore[index]

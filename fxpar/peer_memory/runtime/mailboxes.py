@@ -32,6 +32,7 @@ from fxpar.plan.plan import Plan
 from fxpar.runtime.world import World
 
 # Measured on four H200.
+# A captured step of GPT 4.2B took 150.2 ms through NCCL and 154.4 by copies.
 _NOT_FASTER = "NCCL is faster between more than two GPUs (Communication('copy') copies all the same)"
 
 
@@ -71,6 +72,7 @@ class Mailboxes:
         is_gpu, transport = self._world.device.type == "cuda", plan.communication.collective_transport
         if transport == "nccl" or self._world.size == 1 or (transport == "auto" and not is_gpu):
             return {}
+        # Every rank decides by what all ranks say. One that copies while another sends through NCCL would wait forever.
         texts = self._world.agreement.told("its memory", json.dumps(_place(self._world.device)))
         places = [json.loads(text) for text in texts]
         names = joined_names(plan.axes)

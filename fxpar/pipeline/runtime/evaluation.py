@@ -158,6 +158,8 @@ class Channels:
         self._groups: dict[_Way, Group] = {}
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
         self._device = world.device
+        # Activations and gradients have groups of their own. NCCL knows no tags, and with two ranks and virtual stages
+        # both kinds travel between the same pair in other orders.
         for way in _ways(schedule):
             timeout = timedelta(seconds=world.agreement.seconds)
             with world.agreement.alarm.opening():

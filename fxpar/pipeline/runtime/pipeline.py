@@ -83,6 +83,7 @@ class PipelineExecutor(Evaluation):
         self._world.agreement.enter()
         run = _PipelineStep(self, schedule, calls, self._random_state(calls, state), scaler, new)
         actions = schedule.ranks[self._world.place]
+        # A later action of a stage replaces the one before it, so that the last of each is left.
         ends = {action.stage: action for action in actions if action.phase in _LAST}.values()
         for action in actions:
             try:
@@ -139,9 +140,12 @@ class PipelineExecutor(Evaluation):
             run.gradients[stage] = run.last[stage].parameter(run.total[stage])
             return
         main = torch.cuda.current_stream(self._world.device)
+        # The side stream reads gradients that the main one has queued but maybe not computed.
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):
             gradients = run.last[stage].parameter(run.total[stage])
+        # Without record_stream memory of the side stream is given away as soon as Python
+        # drops it, while the main stream may still read it.
         for value in gradients.values():
             value.record_stream(main)
         run.gradients[stage] = gradients
@@ -416,6 +420,7 @@ class TiedStageParams:
             zeros: a gradient of a parameter to which no stage of this rank gives one.
         """
         summed = dict(gradients)
+        # Sorted, as all members must sum in one order: NCCL matches collectives by their order and nothing else.
         for name in sorted(self._groups):
             if name in trained:
                 # Of one order in memory on all ranks: that of a transposed use is transposed.
