@@ -93,6 +93,7 @@ def _note_reasons(program: Program, choice: Choice) -> None:
             update(nodes[node.name], role=decided.role)
             if decided.product is not None and decided.role:
                 update(nodes[decided.product.name], role=decided.role)
+        # A parameter with a single option was not chosen, and a reason would say nothing.
         if pin is not None or option.why or node in choice.options.uncut or len(choice.options.of[node]) > 1:
             update(nodes[node.name], origin=reason_of(choice, node))
 

@@ -138,6 +138,7 @@ def _integers(draw: RandomEmitter) -> fx.Node:
     low, high = draw.given.get("low", 0), draw.given["high"]
     if not isinstance(low, int) or not isinstance(high, int) or high - low > 2**32:
         refuse(draw.node)
+    # float32 has 24 bits, so that large ranges would leave out numbers.
     scaled = draw.call(aten.mul.Tensor, draw.uniform(torch.float64), float(high - low))
     return draw.scaled(draw.call(aten.floor.default, scaled), 1, float(low))
 
@@ -183,6 +184,7 @@ def _choice(draw: RandomEmitter) -> fx.Node:
 
 
 def _permutation(draw: RandomEmitter) -> fx.Node:
+    # Equal keys would be ordered by the sort and not by chance: with float64's bits they are rare.
     return draw.call(aten.argsort.default, draw.uniform(torch.float64), dtype=torch.int64)
 
 
@@ -281,6 +283,8 @@ class _State:
 
     def _own_indices(self, x: fx.Node) -> tuple[list[fx.Node], ...]:
         """The last argument of a draw for the elements of `x`, if it has one."""
+        # An index for shards alone. Where all ranks have the value they must draw the same
+        # bits, and a summand's dropout is linear only then.
         indices = [self.index(axis) for axis, placement in output_layouts(x)[0] if placement.is_shard]
         return (indices,) if indices else ()
 

@@ -58,6 +58,7 @@ def choose_by_masks(program: Program) -> None:
             continue
         before = next(dim for dim, entry in enumerate(arguments["indices"]) if entry is not None)
         behind = len(tensor_type(x).shape) - before - len(tensor_type(mask).shape)
+        # The number of true places is no size of a program, and so a value for each of them has no type here.
         if len(tensor_type(values).shape) > behind and tensor_type(values).shape[-behind - 1] != 1:
             continue  # a value for each true place
         graph = program.graph
@@ -161,6 +162,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     if target in _DROPPED:
         graph.erase_node(node)
         return
+    # One text serves every rank and device, and lowering says where a rank's tensors lie.
     node.kwargs = {k: v for k, v in node.kwargs.items() if k not in _WHERE_IT_RUNS}
     if target in _VIEWS:
         node.target = _VIEWS[target]

@@ -52,8 +52,10 @@ def coalesce(program: Program) -> Program:
     reductions = [node for node in program.graph.nodes if _is_reduction(program, node)]
     order = _order(reductions)
     if order is None:
+        # Buckets in both orders would read each other's results: a cycle that no order of the graph has.
         reductions = [node for node in reductions if operands(node)[0].op == "placeholder"]
         order = list(dict.fromkeys(str(node.kwargs["axis"]) for node in reductions))
+    # One gradient alone is reduced where it is: a bucket would only copy it into flat memory and out again.
     buckets = [bucket for bucket in _buckets(reductions) if len(bucket) > 1]
     for bucket in sorted(buckets, key=lambda bucket: order.index(str(bucket[0].kwargs["axis"])), reverse=True):
         _merge(program, bucket)

@@ -111,6 +111,8 @@ def _differentiated(
     program = backward.run(names)
     if backward.has_decomposed:
         # The parts of what was taken apart have derivatives of their own: the step is that of the forward that it has.
+        # The second run does not trace again what the first one has traced:
+        # derivatives depend on calls and sizes alone.
         again = _Backward(forward_of(program))
         again.derivatives = backward.derivatives
         program = again.run(names)
@@ -206,12 +208,15 @@ class _Backward:
             node, index = node.args[0], int(node.args[1])  # type: ignore[arg-type]
         parameter = self.parameters.get(node)
         if parameter is not None and is_copy(self.program.plan, parameter.type):
+            # A parameter's copy is in half precision, and its gradient is added up in
+            # the main type over uses, microbatches and ranks.
             gradient = self._cast(gradient, MAIN, like)
         layouts = output_layouts(node)
         if layouts:
             gradient = self.emit.as_gradient(gradient, layouts[index], like)
         before = self.known.get((node, index))
         if before is not None:
+            # A sum with what exists only behind the last microbatch cannot be taken in each of them.
             later = PARAMETER in (note(before).phase, note(gradient).phase)
             gradient = self.emit.added(before, gradient, like, PARAMETER if later else BACKWARD)
         self.known[node, index] = gradient
@@ -234,6 +239,8 @@ class _Backward:
 
     def _saving(self, node: fx.Node) -> tuple[fx.Node, Operator] | None:
         """Puts the call in place that saves what the derivative reads, if the operator has one."""
+        # Attention stays one pair of nodes, forward and backward. Traced through, it would
+        # write out the scores that flash kernels never hold.
         own_maker = node.target.saving if isinstance(node.target, Operator) else None
         maker = own_maker or SAVING.get(node.target)
         if maker is None:
@@ -292,6 +299,7 @@ class _Backward:
         items: dict[int, fx.Node] = items_of(node) if several else {0: node}
         if not isinstance(node.target, torch._ops.OpOverload) and "path" not in node.kwargs:
             raise PassError(f"{node.target} has no derivative", where=describe(node))
+        # Layers repeat: the derivative of an equal call is written out again, and not traced and matched anew.
         key = self.repeats.asked(node, items, tangents, needed)
         repeated = self.repeats.again(key, note(node))
         if repeated is not None:

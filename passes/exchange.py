@@ -65,6 +65,7 @@ def _exchanged(program: Program, axes: Collection[str] | None) -> Program:
     could = {node: n for node, n in copyable(whole).items() if axes is None or node.kwargs["axis"] in axes}
     alone = _alone(whole, could, origins)
     chosen = [node for node, size in could.items() if size >= program.plan.cost.least_copy or origins[node] in alone]
+    # It ends, since each round leaves out at least one collective.
     while True:
         buffers, refused = _numbered(handshakes(whole, chosen), origins)
         if not refused:
@@ -120,6 +121,8 @@ def _first(group: Handshakes, nodes: Sequence[fx.Node], others: Sequence[tuple[i
     if (opens and closes) or not all(group.are_apart(a, b) for a, b in itertools.combinations(nodes, 2)):
         return None
     taken = {buffer for buffer, holders in others if not all(group.are_apart(a, b) for a in nodes for b in holders)}
+    # What opens a call may follow what closed the one before, with no
+    # collective between: so openers are odd, closers even.
     free = (n for n in range(1, BUFFERS) if n not in taken and not (opens and n % 2 == 0) and not (closes and n % 2))
     return next(free, None)
 

@@ -53,6 +53,7 @@ def fold_masks(program: Program) -> Program:
     if Property.LAYOUTS in program.properties:
         raise PassError("layouts are chosen already", where="fold_masks", remedy="run it before annotate")
     masks = {node: mask for node in _attentions(program) if isinstance(mask := _mask(node), fx.Node)}
+    # Formulas are worked out for what masks depend on, and not for the whole model.
     above = _ancestors(program.graph, masks.values())
     known = elements(program, above)
     windows: dict[tuple[Size, int], fx.Node] = {}
@@ -109,6 +110,7 @@ def _kind(node: fx.Node, mask: fx.Node, element: Element) -> _Kind | None:
     clause = next(iter(predicate.clauses))
     if clause == {distance}:
         return "causal"
+    # A clause is a set of expressions that are all at least 0. A window of w has two: i - j, and w - 1 - (i - j).
     rest = [simplify(size + distance) for size in clause if size != distance]
     if distance in clause and len(rest) == 1 and isinstance(rest[0], int) and rest[0] >= 0:
         return rest[0] + 1
@@ -117,6 +119,7 @@ def _kind(node: fx.Node, mask: fx.Node, element: Element) -> _Kind | None:
 
 def _allowed(element: Numbers, dtype: torch.dtype) -> Predicate | None:
     """Where a floating mask adds 0; None if it adds anything else than that or what no score outweighs."""
+    # bfloat16's minimum lies a little above float32's, and authors add either. float16 ends at -65504.
     smallest = max(_SMALLEST, torch.finfo(dtype).min) if dtype.is_floating_point else _SMALLEST
     clauses: frozenset[Any] = frozenset()
     for condition, leaf in element.cases:

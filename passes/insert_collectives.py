@@ -65,6 +65,8 @@ def _converted(program: Program, known: Made, node: fx.Node, target: Layout, car
         before, after = (" ".join(map(str, side)) for side in zip(*pairs, strict=True))
         raise PassError(f"nothing converts {before} to {after}", where=f"%{node.name} for %{user.name}")
     for step in way:
+        # The key is the value on the way and not the source, so that
+        # conversions which begin alike share their first steps.
         key = (node, step.layout)
         if key not in known:
             known[key] = _insert(program, node, step, user)
@@ -107,6 +109,8 @@ def _finish_outputs(program: Program, known: Made, flags: dict[fx.Node, tuple[bo
     for name, node in program.output_nodes().items():
         layout = output_layouts(node)[0]
         for axis in program.axes:
+            # R would do for the value alone. I says that the gradient is the
+            # same on all ranks too, as a tangent of 1 is.
             if name == program.loss or is_buffer(name) or not layout.on(axis).is_shard:
                 layout = layout.with_(axis, canonical_placement(I, any(flags[node])))
         values.append(_converted(program, known, node, layout, any(flags[node]), final))

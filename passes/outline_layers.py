@@ -113,6 +113,7 @@ def _operations(nodes: Sequence[fx.Node]) -> dict[fx.Node, tuple[int, list[fx.No
     for node in nodes:
         noted, reads = note(node), list[fx.Node]()
         args = plain((node.args, node.kwargs), reads.append)
+        # Whether a node draws is part of its token. Which draw it is differs from layer to layer, and is an operand.
         more = noted.random > 0, noted.role, noted.recompute > 0, noted.origin == RECOMPUTE, noted.uncaptured
         operations[node] = ids.setdefault((node.target, args, *_kind(node), more), len(ids)), reads
     return operations
@@ -188,6 +189,8 @@ class _Class:
 
     def __init__(self, alike: Sequence[_Part], name: str) -> None:
         self.parts, first = tuple(alike), alike[0]
+        # The union over all calls. A result that one call does not need costs nothing
+        # there, while another region would be compiled anew.
         self.used = sorted(set[int]().union(*(part.used for part in alike)))
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
@@ -201,6 +204,7 @@ class _Class:
             identity = first.random.index(noted.random) + 1 if noted.random else 0
             set_note(new, replace(noted, random=identity))
         graph.output(tuple(copies[first.nodes[i]] for i in self.used))
+        # The name of the layer is what differs between two calls, so that no list of the author's names is needed.
         layer = _module(first, alike[1])[0]
         self._others = _others(alike, layer)
         self.region = Region(name, graph, self._joined(layer, first))

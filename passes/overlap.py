@@ -59,6 +59,7 @@ def overlap(program: Program) -> Program:
         region = region_of(node)
         if region is not None and region not in ordered:
             inside = dict(zip(by_call[node.name], region.body, strict=True))
+            # All calls of a region have one order, since they share one compiled unit: that of the first call.
             order = [inside[inner] for inner in _Order(seconds).of(list(inside))]
             ordered[region] = region if order == region.body else _reordered(region, order)
         if region is not None:
@@ -124,12 +125,16 @@ class _Order:
         for node in nodes:
             if node in self._placed:
                 continue
+            # What reads a postponed product must follow it, or nothing would be
+            # postponed for longer than to its first reader.
             is_free = node in products or any(read in self._postponed for read in node.all_input_nodes)
             if is_free and node not in listened:
                 self._postponed[node] = products.get(node, 0.0)
                 self._run_postponed(run, sum(self._postponed.values()) - _BACKLOG)
                 continue
             self._place(run, node)
+            # Order is what this pass can give, and needs free multiprocessors to hide anything. Behind one full wave of
+            # a product NCCL waits all the same, and copy engines do not.
             self._run_postponed(run, sum(send.seconds for send in sends.get(node.name, ())))
         for node in (*self._postponed, *nodes):
             self._place(run, node)

@@ -73,6 +73,7 @@ def holding(holders: Mapping[str, tuple[int, ...]]) -> Pass:
 
 
 def _cut(forward: Divisible, cuts: Sequence[int]) -> Program:
+    # Layers are found by repetition, and a stage may hold one alone: they are marked while all are there.
     if forward.program.plan.recompute.mode == "full":
         mark_layers(forward.program)
     stage: dict[fx.Node, int] = {}
@@ -133,6 +134,7 @@ class _Stages:
     def _on(self, value: fx.Node, stage: int, reader: fx.Node) -> fx.Node:
         """A value on a stage, computed there or received."""
         value = self.origin.get(value, value)
+        # One transfer for all readers of a stage: a second message would be another receive in the schedule.
         known = self.made.get((value, stage))
         if known is not None:
             return known
@@ -147,6 +149,8 @@ class _Stages:
                 where=describe(value),
                 remedy="move the beginning of that stage by Plan(stages=…)",
             )
+        # Only neighbours have channels. A value for a later stage goes through
+        # all between, which keeps the order of messages.
         source = self._on(value, stage - 1, reader)
         name = f"{value.name}_on_{stage}"
         with self.graph.inserting_before(reader):

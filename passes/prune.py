@@ -29,9 +29,12 @@ def prune(program: Program) -> Program:
     A parameter that is frozen, or that the loss does not reach, has no gradient, and nothing of it is computed or sent.
     The outputs stay what they are.
     """
+    # In reverse, so that what only a removed node read has no reader when its turn comes.
     for node in reversed(list(program.graph.nodes)):
         if node.op != "call_function":
             continue
+        # Not fx's own dead-code elimination: it keeps collectives, which it takes for
+        # impure. Here a collective that nobody reads has to go.
         if not node.users and note(node).type is not None:
             program.graph.erase_node(node)
         elif node.target is all_reduce_coalesced:

@@ -52,6 +52,7 @@ def recognize_experts(program: Program) -> Program:
     """
     if program.graph.find_nodes(op="call_function", target=torch.ops.aten.topk.default):
         for write in (write_sorted, write_pairs, write_loops):
+            # Facts are found anew for each form, as the form before has replaced nodes that they speak of.
             write(program.graph, routing_facts(program.graph))
     name_sizes(program)
     remove_dead(list(program.graph.nodes))

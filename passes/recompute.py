@@ -45,6 +45,7 @@ def recompute(program: Program) -> Program:
     backward = [node for node in program.graph.nodes if _phase(node) == BACKWARD]
     forward = _forward(program)
     # In a pipeline they are marked before stages are cut, of which one may have one layer alone.
+    # A step whose backward reads nothing of the forward, as of a linear loss, has nothing to compute again.
     is_full = program.plan.recompute.mode == "full" and program.plan.pipeline_stages == 1
     if is_full and any(is_forward(read) for n in backward for read in n.all_input_nodes):
         whole, forward = _with_layers(program, forward)

@@ -72,12 +72,14 @@ def _chosen(program: Program) -> set[fx.Node]:
     seconds = _seconds(program, stored, sent, {*cheap, *gathers, *products})
     readers = {node: [user for user in node.users if not is_forward(user)] for node in program.graph.nodes}
     reads = [node for node, users in readers.items() if is_forward(node) and users and node.op != "output"]
+    # The parameter phase runs once behind all microbatches, when their forwards are gone.
     fixed = {node for node in reads if any(note(user).phase == PARAMETER for user in readers[node])}
     fixed |= {node for node in program.output_nodes().values() if is_forward(node)}
     keeping = Keeping(reads, fixed, seconds, stored)
     requested = program.plan.recompute.activation_memory_budget
     if requested is None:
         return keeping.again(cheap, keeping.least(cheap))
+    # Up to 1 a budget is a share of what is kept without recomputation, above that bytes.
     budget = int(requested * keeping.all_bytes if requested <= 1 else requested)
     for allowed in (cheap | gathers, cheap | gathers | products):
         quickest = keeping.quickest(allowed, budget)
@@ -162,6 +164,7 @@ def _moved(node: fx.Node, stored: Storages) -> int:
     """Bytes that a rank reads and writes; none where the result is a view."""
     sources = set[int]().union(*(stored.of.get(read.name, frozenset()) for read in operands(node)))
     written = stored.of.get(node.name, frozenset())
+    # A view has the memory of its operand: no kernel runs.
     if written <= sources:
         return 0
     return sum(stored.sizes.get(tensor.name, 0) for tensor in (node, *dict.fromkeys(operands(node))))

@@ -39,6 +39,7 @@ def split_backward(program: Program) -> Program:
     needed.update(node for node in backward if node.target is operator.getitem and node.args[0] in needed)
     late = [node for node in backward if node not in needed]
     parameter = [n for n in program.graph.nodes if n.op == "call_function" and note(n).phase not in ("", BACKWARD)]
+    # In front of the parameter phase, which reads the gradients of weights.
     place = parameter[0] if parameter else end
     for node in late:
         update(node, phase=WEIGHT)

@@ -40,6 +40,7 @@ def vocab_parallel(program: Program) -> Program:
     for node in program.graph.nodes:
         if node.op == "call_function" and node.target in COMPOSITE_OF:
             axes = [axis for axis in program.axes if _is_cut(program, node, axis)]
+            # The composite operators name one group, over which they find the maximum, the target and the sum.
             if len(axes) > 1:
                 raise PassError(f"several axes ({', '.join(axes)}) cut the vocabulary", where=describe(node))
             if axes:
