@@ -131,6 +131,7 @@ class Keeping:
             if self._held(node):
                 model.at_least({model.variable("keep", node): 1, model.variable("again", node): 1}, 1)
         again, storages = model.of("again"), model.of("storage")
+        # The variables stay in the model with an upper bound of 0, so that a constraint may name them.
         never = {i for node, i in again.items() if node not in allowed}
         cost: dict[int, float] = {i: self.storages.bytes[storage] for storage, i in storages.items()}
         if budget is not None:
@@ -162,6 +163,7 @@ class _BinaryProgram:
 
     def at_least(self, row: Mapping[int, float], bound: float) -> None:
         """A linear constraint, of coefficients not larger than 1."""
+        # Bytes stand beside ones in a constraint, and solvers take coefficients so far apart for rounding.
         scale = max(abs(value) for value in row.values())
         self._rows.append({i: value / scale for i, value in row.items()})
         self._bounds.append(bound / scale)

@@ -57,6 +57,7 @@ class Choice:
         if not others:
             return None
         saved = self.options.of[node]
+        # In place and put back: options of a deep model are large, and explain asks for one node.
         self.options.of[node] = others
         try:
             return solve(graph, self.options, self.prices, self.ends)
@@ -95,6 +96,7 @@ def _ends(program: Program, options: AxisOptions) -> dict[Value, tuple[Placement
         value = value_of(node)
         whole = canonical_placement(I, options.carries(value))
         shards = [p for p in options.placements(value) if p.is_shard and not p.is_shared]
+        # Shared blocks are no end: a DTensor has no placement for what several ranks hold of a dimension.
         allowed = (whole,) if name == program.loss or is_buffer(name) else (whole, *shards)
         ends[value] = min(ends.get(value, allowed), allowed, key=len)
     return ends

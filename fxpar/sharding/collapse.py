@@ -84,6 +84,7 @@ def collapsed(problem: Problem) -> tuple[int, ...] | None:
     """`cheapest` segment by segment, however small the problem is."""
     crossings = _cuts(problem)
     edges = [0, *crossings, len(problem.costs)]
+    # Solutions are kept for one problem alone: across problems equal numbers would stand for other placements.
     solutions = _Solutions()
     # For each cut and state there: the least cost up to it, the state at the cut before, and options in between.
     paths: list[dict[States, tuple[float, States, tuple[int, ...]]]] = [{(): (0.0, (), ())}]
@@ -100,6 +101,7 @@ def collapsed(problem: Problem) -> tuple[int, ...] | None:
     state: States = ()
     for reached in reversed(paths[1:]):
         _, state, segment_picks = reached[state]
+        # Backwards, as each cut only remembers the state before it on its cheapest path.
         picks = segment_picks + picks
     return picks
 
@@ -197,6 +199,8 @@ def _between(segment: _Segment, entry: States, end: States) -> _Found:
         for target in sorted(shared):
             key = (value, placement, target)
             if (target in converted) == (key in paid):
+                # What the state at the end does not have as paid is not to be used
+                # here: the next segment would not know of it.
                 barred |= {key} - paid
             elif target in converted and key in prices:
                 constant += prices[key]
@@ -216,10 +220,12 @@ def _cuts(problem: Problem) -> dict[int, tuple[_Crossing, ...]]:
     users: dict[Place, list[int]] = {}
     for position, values in _open_values(problem):
         crossing = tuple(_Crossing(v, _states(problem, known, spans, users, uses, position)) for v, uses in values)
+        # Each pair of states at the ends of a segment is a program of its own, so their number counts squared.
         if prod(len(c.states) for c in crossing) <= _MOST_STATES:
             crossings[position] = crossing
     counts = {position: prod(len(c.states) for c in crossing) for position, crossing in crossings.items()}
     taken: list[int] = []
+    # Fewest states first: in a transformer the residual stream wins, and equal layers are cut at equal places.
     for position in sorted(counts, key=lambda position: (counts[position], position)):
         near = range(position - _LEAST_NODES + 1, position + _LEAST_NODES)
         if any(counts.get(other, counts[position]) < counts[position] for other in near):

@@ -313,6 +313,7 @@ class AxisOptions:
         if not self.shared or value[0] in self.weights:
             return None
         shape = output_types(value[0])[value[1]].shape
+        # With two such dimensions, as scores of attention have, it is not clear which one are the tokens of the stream.
         dims = [d for d, size in enumerate(shape) if self._is_shared(size)]
         return shard(dims[0], shape[dims[0]]) if len(dims) == 1 and shape[dims[0]] in self.shared else None
 
@@ -335,6 +336,8 @@ def value_of(node: fx.Node) -> Value:
     return node, 0
 
 
+# Tokens are cut only where divide_sequence has written a size as a multiple of n: no other shard is even for all sizes.
+# Equal options are one object, because what is written of them later is looked up by identity.
 def list_options(
     program: Program,
     n: int,
@@ -456,6 +459,7 @@ def _cuts(options: AxisOptions, node: fx.Node) -> list[Placement]:
     if headed is not None and not _has_head_dim(options, node, cuts):
         options.headed[node] = headed
     shared = [cut for cut in cuts if cut.is_shared]
+    # With shared blocks the plain cut is no choice: fewer kv heads than ranks make a cut between heads impossible.
     cuts = [] if node in options.headed else shared or cuts
     if len(shape) > 1 and not cuts:
         options.uncut[node] = refused
@@ -526,6 +530,7 @@ def _wanted(
     options: AxisOptions, call: OpCall, inputs: list[Value], is_product: bool
 ) -> Iterator[tuple[tuple[Placement, ...], str]]:
     count = len(inputs)
+    # Both are always legal: I where all ranks compute the same, R where what follows is summed.
     yield (I,) * count, ""
     yield (R,) * count, ""
     rule = rule_of(call.target)

@@ -145,6 +145,7 @@ class Prices:
         is_held = value[0] in self.options.weights or value[0] in self.options.tables
         if is_held and (source.is_shard or whole_matrix) and not source.reduced:
             return None
+        # A gradient travels by the conjugate, so a choice that is cheap forward may cost its price again backward.
         collectives = [row.forward] if not carries else [row.forward, row.backward]
         n, size = self.options.n, self.bytes_of(value)
         # Gradients of parameters are summed many at once.
@@ -155,6 +156,7 @@ class Prices:
         if source.reduced:
             part, total = shared_fraction(source)
             size *= part / total
+        # Free conversions cost a tie, or one could be made there and back and the choice would not be unique.
         seconds = TIE_CONVERSION
         if value[0] in self.options.weights and value[0].op != "placeholder":
             seconds += TIE_MADE
@@ -174,6 +176,7 @@ def reference_sizes(program: Program) -> dict[str, int]:
     """Values of the symbols at which layouts are compared: the first is a batch, others are lengths."""
     sizes = {}
     for index, symbol in enumerate(program.symbols):
+        # Fixed, and not the example's: a module's layouts must not depend on the batch that it was made with.
         size = _BATCH if index == 0 and len(program.symbols) > 1 else _SEQUENCE
         sizes[symbol.name] = -(-size // symbol.multiple)
     return with_counted(program.counted, sizes)
@@ -402,6 +405,7 @@ def minimum(problem: Problem, constraints: Given | None = None) -> tuple[int, ..
     chosen = _solved(model)
     if chosen is None:
         return None
+    # The largest and not the one that equals 1: a solver's 1 may be 0.9999999.
     return tuple(max(columns, key=lambda option: chosen[columns[option]]) for columns in picks)
 
 
@@ -423,6 +427,7 @@ def _connect(
         columns = None if use.user is None else [picks[use.user][o] for o in options if o in picks[use.user]]
         if columns is None or columns:
             users[target] = columns
+    # The common case needs no flow at all, which keeps the programs of segments small.
     if len(makers) == len(users) == 1 and makers.keys() == users.keys():
         return True
     out: dict[int, list[int]] = defaultdict(list)
@@ -434,6 +439,7 @@ def _connect(
         flow = model.variable(0.0, False)
         out[source].append(flow)
         into[target].append(flow)
+        # At the minimum it equals the largest of its flows, and so is 1 as soon as one user needs the conversion.
         if price > 0.0 and key not in constraints.paid:
             if key not in conversions:
                 conversions[key] = model.variable(price, False)
