@@ -395,6 +395,8 @@ def trace(
                 gradients = list(torch.autograd.grad(ends, sources, directions, allow_unused=True))
         return [o if isinstance(o, Tensor) else None for o in outputs], gradients
 
+        # With one operation in the call's place nothing new has to be differentiated.
+
     with sizes.tracing(), torch.enable_grad():
         module = make_fx(run, decomposition_table=_DECOMPOSED)(inputs, integers)
     graph = module.graph

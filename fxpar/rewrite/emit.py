@@ -192,6 +192,8 @@ class BackwardEmitter:
         """
         if any(has_note(operand) and note(operand).phase == PARAMETER for operand in _nodes(args)):
             phase = PARAMETER  # it is not there before
+        # One conversion of a gradient for all that read it, as in the forward:
+        # a second one would be a second collective.
         key = (target, tuple(args), kwargs.get("axis"), tuple(layouts or ()), True)
         if target in COERCION_OF and key in self._conversions:
             return self._again(self._conversions[key], phase)
@@ -308,6 +310,7 @@ class BackwardEmitter:
         if rule is None:
             return self._summed(node, step.axis)
         whole = [i for i, placement in enumerate(step.operands) if placement == R and not context.carries[i]]
+        # Zeros first: as summands they stand for nothing on any rank, and no value changes.
         for i in whole:
             if inputs[i] in self._zeros and self._fits(step, context, {i: P}):
                 self._convert(node, {i: P}, r_to_p, step.axis)
@@ -316,6 +319,7 @@ class BackwardEmitter:
             signature = seed_signature(rule, step.call, other, placement.plain) if placement.is_shard else Refusal("")
             if isinstance(signature, Refusal):
                 continue
+            # Blocks next: each rank takes a part of what it has, which sends nothing.
             changed = {i: signature.operands[i] for i in whole if signature.operands[i].is_shard}
             if changed and self._fits(step, context, changed):
                 self._convert(node, changed, r_to_s, step.axis)
@@ -462,6 +466,7 @@ class BackwardEmitter:
         if isinstance(size, sympy.Symbol):
             return self._symbol(str(size))
         if isinstance(size, (sympy.Mul, sympy.Pow)):
+            # Longest first, so that a product that is there already is used before its factors.
             for known in sorted(self._numbers, key=lambda factor: -len(str(factor))):
                 rest = divide(size, known)
                 if rest is not None and rest != size and str(rest) != str(size):

@@ -91,6 +91,8 @@ class Counting:
         for dim in reversed(range(len(shape))):
             if dim not in symbolic:
                 rest = tuple(size for other, size in enumerate(shape) if other != dim)
+                # One element along all other dimensions: counting all of a large
+                # tensor would read it for the sake of a number.
                 x = self.call("row", aten.select.int, (x, dim, 0), TensorType(tensor_type(x).dtype, rest))
                 shape = list(rest)
         kind = TensorType(dtype, tuple(shape))
@@ -228,6 +230,8 @@ def _moments(c: Counting) -> None:
     count = c.count(x, dims, dtype)
     total = c.call("sum", aten.sum.dim_IntList, (x, dims, True), reduced, dtype=dtype)
     mean = c.call("mean_kept", aten.div.Tensor, (total, count), reduced)
+    # Squares about the mean, and not the mean of squares less the square of
+    # the mean, which cancels where the mean is large.
     apart = c.call("apart", aten.sub.Tensor, (c.cast("wide", x, dtype), mean), full)
     squares = c.call("squares", aten.mul.Tensor, (apart, apart), full)
     around = c.call("around", aten.sum.dim_IntList, (squares, dims, keep), result)
@@ -251,6 +255,8 @@ def _root(c: Counting, variance: fx.Node) -> fx.Node:
     """The square root, whose gradient is 0 at 0, as PyTorch's of a deviation."""
     kind = tensor_type(variance)
     is_zero = c.call("is_zero", aten.eq.Scalar, (variance, 0), TensorType(torch.bool, kind.shape))
+    # The inner choice keeps the root off 0, where its derivative is infinite.
+    # Infinite times the outer choice's 0 would be NaN.
     positive = c.call("positive", aten.where.ScalarSelf, (is_zero, 1.0, variance), kind)
     root = c.call("root", aten.sqrt.default, (positive,), kind)
     return c.call("deviation", aten.where.ScalarSelf, (is_zero, 0.0, root), kind)
@@ -275,6 +281,7 @@ def _class_loss(c: Counting) -> None:
     ones = c.cast("ones", counted, dtype)
     weight = c.given.get("weight")
     if isinstance(weight, fx.Node):
+        # An ignored target such as -100 is no index of the weights: it reads weight 0, which is multiplied by 0 below.
         zero = c.call("zero", aten.zeros_like.default, (target,), tensor_type(target))
         known = c.call("known", aten.where.self, (counted, target, zero), tensor_type(target))
         kind = TensorType(tensor_type(weight).dtype, tensor_type(target).shape)
