@@ -439,7 +439,7 @@ def _connect(
         flow = model.variable(0.0, False)
         out[source].append(flow)
         into[target].append(flow)
-        # At the minimum it equals the largest of its flows, and so is 1 as soon as one user needs the conversion.
+        # One variable for all users: at the minimum it is the largest of their flows, 1 as soon as one needs it.
         if price > 0.0 and key not in constraints.paid:
             if key not in conversions:
                 conversions[key] = model.variable(price, False)
