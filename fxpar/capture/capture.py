@@ -155,6 +155,7 @@ def _capture(
     fixed: frozenset[tuple[int, int]],
 ) -> Captured:
     check_step_count(batch, plan)
+    # Proofs of functions hold for the settings that they were made under, which may be others by now.
     forget_proofs()
     function = loss if callable(loss) else None
     name = loss if isinstance(loss, str) else None
@@ -168,6 +169,7 @@ def _capture(
 
     how, program, spec = traced(copies=True)
     eager = walk(model, batch, function, others, how.copied, experts, input_dtype(plan))
+    # A walk that failed proves nothing either: then each layer is traced by itself.
     if how.copied and (eager.reason or not eager.layers.is_proven):
         how, program, spec = traced(copies=False)
     compare(eager, Counter(str(n.kwargs["path"]) for n in program.graph.nodes if n.target is autograd_function))

@@ -187,11 +187,14 @@ def _by_batch(call: _NormEmitter) -> fx.Node:
     if _value(x).dtype in _NARROW:  # statistics are of the weights' type
         x = x if any(affine) else call.cast(x, call.dtype)
         affine = [None if parameter is None else call.cast(parameter, call.dtype) for parameter in affine]
+    # torch's own kernel, so that the graph equals the module to the bit. Sums and counts
+    # take its place only where data ranks share the batch.
     norm = call(aten._native_batch_norm_legit.no_stats, x, *affine, True, 0.0, call.epsilon)
     result, mean, scale = (call(operator.getitem, norm, index) for index in range(3))
     if call.mean is not None:
         dims = [dim for dim in range(_value(call.x).dim()) if dim != 1]
         count = call.sizes.product(call.node, call.x, dims)
+        # The kernel gives 1 / sqrt(variance + epsilon), and statistics want the variance.
         moment = call(aten.reciprocal.default, call(aten.mul.Tensor, scale, scale))
         squares = call(aten.mul.Tensor, call(aten.sub.Tensor, moment, call.epsilon), count)
         call.update(mean, call.unbiased(squares, count))
@@ -234,6 +237,7 @@ def functional_form(exported: ExportedProgram) -> ExportedProgram:
         if rewrite is not None:
             node.replace_all_uses_with(rewrite(exported.graph, node))
             exported.graph.erase_node(node)
+    # Draws that nobody reads are kept (`patches.draws_stay`): without them all later draws would have other bits.
     exported.graph.eliminate_dead_code()
     _number(exported)
     with patches.late_code():

@@ -366,6 +366,7 @@ class Copied:
             if node in self._views:
                 new.meta["val"] = self._view(node, inputs)
         for path, count in calls.items():
+            # A trace numbers the calls of a module, and names on later nodes go by that: a copied call counts as one.
             moved = around.path + path[len(self._around.path) :]
             self._tracer.num_calls[moved] = self._tracer.num_calls.get(moved, 0) + count
         return swap

@@ -367,9 +367,11 @@ def _apply_as_operator(
         return patches.apply_of(cls, *full)
 
     outputs = _try(run, path, [args[i].detach() for i in positions])
+    # Constants are part of the operator, and two calls may have other ones: each call has a name of its own.
     name = f"f{next(_serial)}"
     returns = f"({', '.join(['Tensor'] * len(outputs))})" if isinstance(outputs, tuple) else "Tensor"
     library.define(f"{name}({', '.join(f'Tensor t{i}' for i in range(len(positions)))}) -> {returns}")
+    # Implicit would let the trace look inside, and the author's backward would be lost again.
     library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", run, lib=library)
 

@@ -281,6 +281,7 @@ def _functional(
                 patches.calls_of_modules(repeats.call) if copies else contextlib.nullcontext(),
                 contextlib.redirect_stderr(io.StringIO()),
             ):
+                # Not strict: a strict export, which goes through Dynamo, loses gradients of some models without a word.
                 exported = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
         except CaptureError as error:
             if error.where:
@@ -298,6 +299,7 @@ def _functional(
 
 def _dims(value: Any, offered: Offered) -> Any:
     if isinstance(value, Tensor):
+        # AUTO lets the model fix a dimension, which then is a number. With DYNAMIC that would be an error.
         return dict.fromkeys(offered.dims(value), Dim.AUTO)
     return None
 
