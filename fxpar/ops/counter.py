@@ -126,6 +126,7 @@ def dropout(x: Tensor, rng: Tensor, p: float, origin: int | Tensor, cuts: Sequen
     """Zeroes each element with probability p and scales the others by 1/(1 - p)."""
     if p >= 1.0:
         return x * 0.0
+    # Integers are compared, and no uniform numbers: kernels and the plain form agree to the bit.
     keep = random_words(x.shape, rng, origin, cuts) >= int(p * 2**32)
     return torch.where(keep, x * (1.0 / (1.0 - p)), x.new_zeros(()))
 

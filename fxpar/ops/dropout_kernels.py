@@ -107,6 +107,7 @@ def _dropout_kernel(  # type: ignore[no-untyped-def]
         local = start + tl.arange(0, BLOCK // 4) * 4
         index = _index(local, rank_ptr, offset_ptr, run, ranks, IS_CUT, IS_MOVED)
         w0, w1, w2, w3 = drawn(index >> 2, rng_ptr, origin)
+        # Interleaving alternates two vectors. In this order the four words of a lane are neighbours, w0 w1 w2 w3.
         word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     else:
         local = start + tl.arange(0, BLOCK)
@@ -212,6 +213,7 @@ def drawn(counter, rng_ptr, identity):  # type: ignore[no-untyped-def]
         h0, l0 = _multiplied(c0, 0xD2511F53)
         h1, l1 = _multiplied(c2, 0xCD9E8D57)
         c0, c1, c2, c3 = h1 ^ c1 ^ k0, l1, h0 ^ c3 ^ k1, l0
+        # Philox's key wraps round at 32 bits, which a debug build of Triton would report as an overflow.
         k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
         k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
     return c0, c1, c2, c3

@@ -51,6 +51,7 @@ def draw_kernel(  # type: ignore[no-untyped-def]
     if CAUSAL:
         end = tl.minimum(end, tl.cdiv((tl.program_id(1) + 1) * ROWS, 32))
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    # The element's number among all heads and rows, so that a rank with some of them draws what one device draws.
     first = ((row * all_heads + head) * height + rows) * width
     words_ptr += tl.program_id(0).to(tl.int64) * count * height
     for word in range(begin, end):
@@ -119,6 +120,7 @@ def _zeros(M: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _products(a, b, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of each row of a tile with each of another."""
+    # Not TF32, which has ten bits of a float32's mantissa.
     products = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
     if D[1] > 0:
         products = tl.dot(a[1], tl.trans(b[1]), products, input_precision="ieee")
@@ -176,6 +178,8 @@ def _seen(block, width, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr):
         return width // N * N, width
 
 
+# There are two loops over keys: most tiles lie below the diagonal, and only those that it crosses are compared with it.
+# All probabilities are summed, also those that are dropped: dropout comes after the softmax.
 @triton.jit  # type: ignore[untyped-decorator]
 def forward_kernel(  # type: ignore[no-untyped-def]
     q_ptr,
@@ -288,6 +292,8 @@ def queries_kernel(  # type: ignore[no-untyped-def]
     q = _tile(q_ptr, rows, q_at[2], height, d, D)
     gradient = _tile(gradient_ptr, rows, gradient_at[2], height, dv, DV)
     out = _tile(out_ptr, rows, out_at[2], height, dv, DV)
+    # The sum over keys of p times its gradient equals the product of result and
+    # gradient: no pass over keys is needed for it.
     total = tl.sum(gradient[0].to(tl.float32) * out[0].to(tl.float32), 1)
     if DV[1] > 0:
         total += tl.sum(gradient[1].to(tl.float32) * out[1].to(tl.float32), 1)

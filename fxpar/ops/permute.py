@@ -44,6 +44,7 @@ def sort_by_expert(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         The order, int64[..., T * K], and the counts, int64[..., E].
     """
     flat = indices.flatten(-2)
+    # A radix sort of 32 bits takes half as many passes as one of 64.
     keys = torch.where((flat >= 0) & (flat < experts), flat, experts).to(torch.int32)
     ranked, order = keys.sort(dim=-1, stable=True)
     # Neither bincount, which reads on the host, nor a sum at indices, which waits for itself where many are equal.

@@ -129,6 +129,7 @@ def scattered(started: Tensor) -> Tensor:
 
 def take(x: Tensor, dim: int, pieces: Pieces, size: int, index: Tensor) -> Tensor:
     """I → S, R → S: a rank's shard of a global tensor."""
+    # The index is a tensor and no number: one graph, and one compiled kernel, serves all ranks.
     return spread(x, (dim, pieces), size).index_select(0, index.reshape(1)).squeeze(0)
 
 
@@ -140,6 +141,7 @@ def pad(x: Tensor, dim: int, pieces: Pieces, size: int, index: Tensor) -> Tensor
 
 def first_only(x: Tensor, index: Tensor) -> Tensor:
     """I → P, R → P: the value on rank 0, zeros on the others."""
+    # A choice and no product: zero times infinity would be NaN.
     return torch.where(index == 0, x, x.new_zeros(()))
 
 

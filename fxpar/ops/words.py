@@ -77,6 +77,7 @@ def embedding(weight: Tensor, words: Tensor, padding_idx: int, block: Block) -> 
     Raises:
         RuntimeError: a word is not in [0, vocabulary); on a GPU a device-side assertion.
     """
+    # On the device: a comparison on the host would wait for it, and no CUDA graph could hold it.
     torch._assert_async(((words >= 0) & (words < block.size)).all(), f"an id is outside of [0, {block.size})")
     position, is_local = block.local(words)
     return functional.embedding(position, weight).masked_fill(~is_local.unsqueeze(-1), 0.0)
@@ -89,6 +90,7 @@ def _log_sum_exp(x: Tensor, block: Block, finite: bool = False) -> tuple[Tensor,
         finite: an infinite largest value counts as 0, so that a row of nothing but infinities has its sum.
     """
     hidden = block.hide_padding(x, -1, float("-inf"))
+    # The maximum of all ranks, since sums of exponentials of different maxima cannot be added.
     largest = max_over(hidden.amax(-1), block.group)
     if finite:
         largest = largest.masked_fill(largest.isinf(), 0.0)
@@ -189,6 +191,7 @@ def cross_entropy_forward(
     smooth = _smoothed(x, weight, label_smoothing)
     if smooth is not None:
         parts.append(block.hide_padding((wide - largest.unsqueeze(-1)) * smooth, -1, 0.0).sum(-1))
+    # One message for all sums: with the maximum two collectives of a value for each row, and never a row.
     log_sum, picked, *weighted = sum_over(torch.stack(parts), block.group).unbind(0)
     log_sum = log_sum.log()
     scale = _scale_of_rows(counted, position, is_local, weight, log_sum.dtype, block)
@@ -232,6 +235,7 @@ def cross_entropy_backward(
         of_logits = of_logits - smooth * (share * upstream).unsqueeze(-1)
     of_logits = block.hide_padding(of_logits, -1, 0.0)
     picked = -of_picked.masked_fill(~(is_local & counted), 0.0).unsqueeze(-1)
+    # Added, not written: rows whose target is on another rank add 0 at position 0.
     return _like_logits(of_logits.scatter_add(-1, position.unsqueeze(-1), picked), x)
 
 
