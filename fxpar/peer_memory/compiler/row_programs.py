@@ -213,6 +213,7 @@ def row_source(program: RowProgram, total: torch.dtype, operands: Sequence[torch
         if step.name in REDUCTIONS and x not in summed:
             summed.add(x)
             lines.append(f"sum{x} = {_over_columns(f'v{x}')}")
+        # Squares about the mean: the row is in registers anyway, and a difference of two large sums would cancel.
         if step.name == "var":
             lines.append(f"apart{i} = v{x} - sum{x} / WIDTH")
         lines.append(f"v{i} = {_rounded(_step(i, step), step.dtype, wide[i])}")
@@ -252,6 +253,7 @@ def _rounded(text: str, dtype: torch.dtype, wide: str) -> str:
 
 
 def _over_columns(x: str) -> str:
+    # Columns past the width begin as zeros, and steps may have made other numbers of them.
     return f"tl.sum(tl.where(mask, {x}, 0.0), 1)[:, None]"
 
 

@@ -89,6 +89,7 @@ def _push_sum_kernel(  # type: ignore[no-untyped-def]
                 at = (chunk * blocks + block).to(tl.int64) * BLOCK + places
                 tl.store(there_ptr + at, tl.load(x_ptr + at, mask=at < size), mask=at < size)
             tl.debug_barrier()  # the stores of all threads, in front of the flag that one of them raises
+            # Release, of the whole system: the other GPU sees these stores before it sees the flag.
             tl.atomic_xchg(flags_there_ptr + chunk, 1, sem="release", scope="sys")
     else:
         for chunk in range(program - SENDING, chunks, ADDING):
@@ -96,6 +97,7 @@ def _push_sum_kernel(  # type: ignore[no-untyped-def]
             tl.debug_barrier()
             for block in range(blocks):
                 at = (chunk * blocks + block).to(tl.int64) * BLOCK + places
+                # The first cache knows nothing of what another GPU writes: .cg reads past it.
                 came = tl.load(here_ptr + at, mask=at < size, cache_modifier=".cg")
                 tl.store(out_ptr + at, tl.load(x_ptr + at, mask=at < size) + came, mask=at < size)
 
