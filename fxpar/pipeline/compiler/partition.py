@@ -150,6 +150,7 @@ class _Cutting:
                     if start >= end or any(other(stage, start, end) > bound for other, bound in within):
                         continue
                     joined = join(value, measure(stage, start, end))
+                    # Strictly less, so that of equal cuts the earliest stands, on every rank and in every run.
                     if joined < row.get(end, (_INFINITE, 0))[0]:
                         row[end] = joined, start
             rows.append(row)

@@ -318,6 +318,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             own_ends.append(now)
             if phase is not W:
                 times[at] = now
+                # One rank at most waits: an output has one next stage, and a gradient one stage before.
                 waiter = waiting[times is gradients].pop(at, None)
                 if waiter is not None:
                     runnable.append(waiter)
@@ -350,6 +351,7 @@ def _circle(schedule: Schedule, positions: list[int]) -> ScheduleError:
         rank = schedule.rank_of[waited(rank)[1].sender]
     circle = seen[seen.index(rank) :]
     least = circle.index(min(circle))
+    # From the lowest rank on, so that the text does not depend on where the search began.
     circle = circle[least:] + circle[:least]
     links = []
     for rank in circle[1:_CIRCLE]:
@@ -439,6 +441,8 @@ class _Ends:
 
 def _check_channels(schedule: Schedule, channels: ChannelGrouping) -> None:
     """Checks that each channel's messages are received in the order in which they are sent (SPEC section 3)."""
+    # NCCL matches messages by their order, and knows no tags: another order
+    # would hand over the wrong tensor in silence.
     for channel, end in _ends(schedule, channels).items():
         if end.sends == end.receives:
             continue
