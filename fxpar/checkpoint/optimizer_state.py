@@ -210,6 +210,8 @@ def restore(
                     layout = Layout() if is_number else weights.layout_of(name)
                     part = readers[key].part(name, layout, weights.axes, weights.coordinates)
                     if is_number:
+                        # torch has the step of a fused or capturable optimizer on the device, and of others on the
+                        # host. It follows the optimizer that resumes, not the one that was saved.
                         is_host = not on_device if key == "step" else key in document["host"]
                         state[key] = part if is_host else part.to(parameter.device)
                     else:

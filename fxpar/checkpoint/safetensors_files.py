@@ -165,6 +165,7 @@ class BoxFile:
         """Creates the file, with its header and no values. OSError where that cannot be."""
         with self.path.open("xb") as file:
             file.write(self._header)
+            # A hole of the full length: ranks write to their places in any order, from whatever machine.
             file.truncate(self.size)
 
     def is_complete(self) -> bool:
@@ -220,6 +221,7 @@ class BoxFile:
 
 def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
+        # It may take a part: Linux writes 2 GiB at most at once.
         count = os.pwrite(descriptor, data, offset)
         data, offset = data[count:], offset + count
 

@@ -109,8 +109,11 @@ def _on_parts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], wrap: W
         if is_target and _is_list(value) == bool(lists):
             written = value if lists else [value]
             for target, place in zip(written, places, strict=True):
+                # Padding is to stay zero, and operations such as cos make other numbers of zeros.
                 if place is not None and place.is_padded and target.shape == place.part_shape:
                     place.clear_padding(target)
+            # Below __torch_dispatch__ a write in place does not count by itself,
+            # and copies of main values go by the count.
             torch.autograd.graph.increment_version(written)
     return None if lists else next(value for is_target, value in _bound(func, args, kwargs) if is_target)
 

@@ -226,6 +226,8 @@ def _check_written(fresh: Path, content: Mapping[str, Any]) -> None:
         if not _appears(path):
             raise _not_shared(fresh.parent)
         for file, rows in _unsealed(path)["files"].items():
+            # The smallest box of each rank is read back: enough to see that the
+            # file system takes writes of several machines.
             for name, offsets, sizes, check in sorted(rows, key=lambda row: math.prod(row[2]))[:1]:
                 if files[file].checksum(name, _box(offsets, sizes)) != check:
                     raise CheckpointError(
@@ -348,6 +350,7 @@ def _check_files(weights: RankTensors, path: Path, content: Mapping[str, Any]) -
         for file, file_rows in _unsealed(path / _checks(rank))["files"].items()
         for row in file_rows
     ]
+    # Ranks share out the checksums: in all each byte is read once more, and not once on every rank.
     for file, name, offsets, sizes, check in rows[weights.rank :: weights.size]:
         if file.checksum(name, _box(offsets, sizes)) != check:
             raise _damaged(file.path, f"holds other bytes of {name} than when it was saved")
@@ -452,10 +455,12 @@ def _finish(fresh: Path, content: bytes, keep: int) -> None:
     folder = fresh.parent
     with writable(fresh):
         _write_synced(fresh / _DOCUMENT, content)
+        # The document is on the disk before the name is that makes it count.
         _sync_folder(fresh)
         fresh.rename(_complete(fresh))
         _sync_folder(folder)
         for path in _completed(folder)[:-keep]:
+            # Renamed first: a removal that is killed half way leaves nothing that looks complete.
             gone = path.rename(folder / path.name.replace("training", "removing"))
             shutil.rmtree(gone)
 
