@@ -141,6 +141,7 @@ def _once(source: fx.Graph, summed: Sequence[fx.Node], results: Sequence[fx.Node
 
 
 def _pruned(graph: fx.Graph) -> fx.GraphModule:
+    # fx takes collectives for impure by default, and would keep those that nobody reads.
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     return module_of(graph)
 
@@ -209,6 +210,7 @@ def simulated_world(axes: Mapping[str, int]) -> Iterator[dict[str, Group]]:
             remedy="verify values in a process that was not started by torchrun",
         )
     world = math.prod(axes.values())
+    # This backend sends nothing: LocalTensorMode takes the collectives, and works out the other ranks' groups.
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
         yield {name: _group(axes, name.split("-")) for name in joined_names(axes)}
@@ -505,6 +507,7 @@ class _Ranks:
         ]
 
     def _local(self, layout: Layout, value: Tensor) -> LocalTensor:
+        # Cloned: blocks that ranks share are views of one tensor, and each rank has memory of its own.
         blocks = (local_block(value, layout, self._axes, place, self._sizes).clone() for place in self._places)
         return LocalTensor(dict(enumerate(blocks)))
 

@@ -218,6 +218,7 @@ def compare(
     _check_places(ranks)
     nodes = {name: node for name, node in program.output_nodes().items() if name in reference.outputs}
     outputs = {name: output_layouts(node)[0] for name, node in nodes.items()}
+    # By the largest of all: some gradients are zero but for rounding, as that of a key's bias in attention.
     largest = max((_scale(g) for g in reference.gradients.values()), default=1.0) or 1.0
     errors = {"loss": 0.0, "output": 0.0, "gradient": 0.0}
     large: dict[tuple[str, str], float] = {}
