@@ -49,32 +49,29 @@ def parallelize(
     """Compiles a single-device model into the part that this process runs.
 
     Args:
-        model: any `nn.Module` on the CPU or a device, in the mode (training, evaluation) to compile first. It must hold
-            the same weights on every rank; this rank keeps copies of its shards, bit for bit, and the model is left as
-            it is (delete it to free its memory). Built under `torch.device("meta")`, it is never whole: its modules are
-            initialised one after the other on the run's device, as `fxpar.materialize(model, plan.seed, device)` does,
-            and this rank keeps its shards.
+        model: any `nn.Module` on the CPU or a device, in the mode (training, evaluation) to compile first. Its weights
+            must be the same on every rank. This rank copies its shards, bit for bit, and leaves the model unchanged:
+            delete it to free its memory. A model built under `torch.device("meta")` is never whole. Its modules are
+            initialised one by one on the run's device, as `fxpar.materialize(model, plan.seed, device)` does.
         plan: how to split; its world size must be the number of processes.
-        example: a batch as `train_step` will see it (a mapping, a tuple or a tensor), at least two samples; only its
-            structure, types and which sizes are equal matter.
-        loss: a callable `(outputs, batch) → scalar` traced with the model, the name of a scalar output, or None for the
-            output `loss`, else the only scalar.
+        example: a batch as `train_step` will see it (a mapping, a tuple or a tensor), with at least two samples. Only
+            its structure, its types and which sizes are equal matter.
+        loss: a callable `(outputs, batch) → scalar` traced with the model, the name of a scalar output, or None. None
+            takes the output `loss`, or else the only scalar output.
         passes: the compiler's passes in order; see `fxpar.passes`.
-        checkpoint: safetensors from which the weights are read instead, each rank its shards: a file, an index, a
-            folder with `model.safetensors` or its index, or a `fxpar.Checkpoint` (other names). Values are cast to the
+        checkpoint: safetensors from which each rank reads its shards of the weights: a file, an index, a folder with
+            `model.safetensors` or its index, or a `fxpar.Checkpoint`, which can rename tensors. Values are cast to the
             model's types and the plan's precision. Buffers that are not saved keep the model's values.
-        check_inputs: whether every call compares the ranks' batches, modes and kinds of call. Values are compared by a
-            checksum on the device: on GPUs the loss of a call whose batches differ is NaN, and the next call raises
-            the error. Without it, batches that differ give wrong results; that ranks make the same calls at the same
-            step is compared in any case.
-        timeout: seconds that ranks wait for each other to compile, here and when a call needs another program. Also the
-            timeout of the process groups' collectives, where groups are created here and not by the caller.
+        check_inputs: whether every call compares the ranks' batches, by a checksum on the device. On GPUs the loss of a
+            call whose batches differ is NaN, and the next call raises the error. If this is off, batches that differ
+            give wrong results. Ranks always compare that they make the same calls at the same step.
+        timeout: seconds that ranks wait for each other to compile, here and when a call needs another program. It is
+            also the timeout of collectives, if this call creates the process groups.
 
     Raises:
-        InputError: the model, plan, example or world cannot be used, or differs between ranks; the text names what and
-            the remedy.
-        RankError: another rank failed, has ended or did not come in time; names it, and its reason.
-        CheckpointError: the checkpoint cannot be read, lacks or has more names than the model, or has other shapes.
+        InputError: the model, plan, example or world cannot be used, or differs between ranks.
+        RankError: another rank failed, ended or did not come in time; the text names it and its reason.
+        CheckpointError: the checkpoint cannot be read, or its names or shapes differ from the model's.
         LayoutError, CheckFailed: a static check rejected the program, which is a bug of a pass.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= _LONGEST_TIMEOUT:
@@ -113,16 +110,16 @@ def _check(model: nn.Module, loss: Any) -> None:
 
 
 def shard_batch(batch: Any, model: ParallelModule) -> Any:
-    """This process's rows of a batch of all data ranks: what its `train_step` takes.
+    """Returns this process's rows of a batch that has the rows of all data ranks: what its `train_step` takes.
 
     Args:
-        batch: as the model's forward takes it, with the rows of all data ranks; or a list of such, the microbatches of
-            a step.
-        model: made by `parallelize`, whose program says which dimension of which entry is the batch.
+        batch: the batch of all data ranks, as the model's forward takes it; or a list of these, the microbatches of a
+            step.
+        model: what `parallelize` returned. Its program says which dimension of each entry holds the rows.
 
     Returns:
-        The same nest. Entries that have no rows are whole; without data parallel ranks it is the batch itself. Of rows
-        that are no multiple of the data ranks, the first ranks have one more.
+        A batch of the same structure. Entries without rows stay whole. Without data parallelism it is the batch itself.
+        If the data ranks do not divide the rows, the first ranks get one row more.
 
     Raises:
         InputError: an entry has fewer rows than there are data ranks.
@@ -132,32 +129,32 @@ def shard_batch(batch: Any, model: ParallelModule) -> Any:
 
 
 def prefetch(batches: Iterable[Any], model: ParallelModule) -> Prefetched:
-    """Batches for a model's calls, each of which is copied to its device while the step before runs.
+    """Yields batches for a model's calls, and copies each to the model's device while the step before it runs.
 
-    On a GPU the copy goes over a stream of its own, from pinned memory: tensors that are not pinned are copied into
-    such first, on the host. What is queued behind the handing over of a batch waits for its copy by an event, on the
-    stream that is current there. A step without graphs computes on the copy itself; a replayed one takes it from there
-    into its static inputs, a copy within the device in front of the replay. The source runs in the caller's thread: to
-    have it work meanwhile give it workers, as a `DataLoader` has them.
+    On a GPU a separate stream copies from pinned memory. Tensors that are not pinned are first copied to pinned memory,
+    on the host. Work that is queued after a batch was handed over waits for its copy by an event, on the stream that is
+    current then. A step without graphs computes on the copy itself. A replayed step first copies it into the static
+    inputs of its graph. The source runs in the caller's thread: give it workers, as a `DataLoader` has, so that it
+    works during a step.
 
-    The source is read one batch ahead. It may use its memory again for the next batch, pinned or on the device: it is
-    not asked for that before its last one was read. An error of its own is raised unchanged, in place of the batch it
-    concerns. Batches may be kept: no other is written into their memory. Where the host is more than two steps ahead
+    One batch is read ahead. The source may reuse the memory of a batch for the next one, because the next is only
+    requested after the last was read. An error of the source is raised unchanged, in place of the batch that it
+    concerns. You may keep batches: nothing else is written into their memory. If the host is more than two steps ahead
     of the device, it waits, so that batches do not pile up.
 
-    On CPUs batches are passed on as they are and when they are asked for; with CUDA graphs they are copied and read
-    ahead there too, as a stand-in.
+    On CPUs batches are passed on unchanged, when they are requested. With CUDA graphs they are copied and read ahead
+    there too, as a stand-in.
 
     Args:
-        batches: what `train_step` takes, lists of microbatches too, or keyword arguments of a call, in any nest of
-            mappings, tuples and lists, whose kinds stay. What is no tensor is passed on as it is.
-        model: made by `parallelize`.
+        batches: what `train_step` takes (also lists of microbatches), or the keyword arguments of a call. Mappings,
+            tuples and lists may be nested and keep their types. Values that are not tensors are passed on unchanged.
+        model: what `parallelize` returned.
 
     Returns:
-        An iterable, with the length that the source has. Each iteration is one of the source.
+        An iterable of the source's length. Each iteration of it iterates the source once.
 
     Raises:
-        InputError: `batches` cannot be iterated, or `model` was not parallelised.
+        InputError: `batches` cannot be iterated, or `parallelize` did not make `model`.
     """
     _check_parallel(model, "prefetch")
     if not isinstance(batches, Iterable):

@@ -12,11 +12,11 @@ _LONGEST_PLACE, _LONGEST_VALUE, _LONGEST_REASON = 300, 80, 2000
 
 
 class FxparError(Exception):
-    """Base of every error of fxpar.
+    """Is the base of all errors that fxpar raises.
 
     Args:
         reason: what is wrong, as one sentence without a final stop.
-        where: the node, parameter, option or file it is about.
+        where: the node, parameter, option or file that it is about.
         remedy: what to do about it; the class's `advice` by default.
     """
 
@@ -31,61 +31,61 @@ class FxparError(Exception):
 
 
 def shorter(text: str, most: int = _LONGEST_REASON) -> str:
-    """The text, its middle left out where it is longer than anybody reads: a file as an option's value, say."""
+    """Returns the text, without its middle if it is longer than anybody reads, such as a whole file as an option."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]} … ({len(text)} characters) … {text[-most // 4 :]}"
 
 
 def shown(value: Any) -> str:
-    """A value of the caller's in an error: its repr, or how large it is; Python prints no int of many digits."""
+    """Returns the text of a caller's value for an error: its repr, or the bits of an int that Python cannot print."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
     return shorter(repr(value), _LONGEST_VALUE)
 
 
 class InputError(FxparError):
-    """The caller's input cannot be used: a plan, a model, a file or an option."""
+    """Says that an input of the caller cannot be used: a plan, a model, a file or an option."""
 
 
 class PlanError(InputError):
-    """A plan contradicts itself, the model or the world it runs in."""
+    """Says that a plan contradicts itself, the model or the number of processes."""
 
 
 class RankError(InputError):
-    """Another rank is why this one cannot go on: it failed, has ended, or makes other calls."""
+    """Says that this rank cannot continue because another one failed, ended or makes different calls."""
 
 
 class CaptureError(InputError):
-    """A model cannot be captured into one graph that computes the same values and gradients."""
+    """Says that a model cannot be captured as one graph that computes the same values and gradients."""
 
 
 class LayoutError(FxparError):
-    """A value has a layout that an operation does not accept."""
+    """Says that a value has a layout that an operation does not accept."""
 
     advice = "correct the pass or the text that gave it this layout"
 
 
 class TextError(InputError):
-    """A program's text cannot be parsed."""
+    """Says that a program's text cannot be parsed."""
 
 
 class ScheduleError(InputError):
-    """A pipeline schedule cannot run: a word is unknown, an action is missing or misplaced, or ranks wait forever."""
+    """Says why a schedule cannot run: an unknown word, a missing or misplaced action, or ranks that wait forever."""
 
 
 class CheckpointError(InputError):
-    """A state dict lacks a key, has one too many or a tensor of another shape."""
+    """Says that a state dict or file cannot be used, lacks a key, has an unknown one or a tensor of another shape."""
 
 
 class PassError(FxparError):
-    """A pass broke its contract."""
+    """Says that a pass broke its contract."""
 
     advice = "correct the pass"
 
 
 class CheckFailed(FxparError):
-    """A static or numerical check of a program failed."""
+    """Says that a static or numerical check of a program failed."""
 
     advice = "correct the pass or the text that made it so; `fxpar bisect` names the pass"
 

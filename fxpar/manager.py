@@ -3,8 +3,8 @@
 Enters: a program and the passes to run on it. Leaves: the program after them, with one history record a pass.
 
 A pass is a function `Program → Program` wrapped by `register_pass`, which declares what it requires, provides and
-keeps. The manager gives it a copy, then checks that the contract was kept, that the graph is sound and every verifier
-whose property currently holds. It stops at the first failure: a program that a verifier rejects is never returned.
+preserves. The manager runs it on a copy. Then it checks that the pass kept its contract and that the graph is sound,
+and runs every verifier whose properties hold. It stops at the first failure, so a rejected program is never returned.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fxpar.text.printing import print_program
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """The collector is off inside; afterwards as before."""
+    """Switches the collector off inside, and afterwards back to what it was."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -53,7 +53,7 @@ _UNHANDLED = (
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass with its contract.
+    """Holds a pass and its contract.
 
     Attributes:
         name: the name in histories, dumps and on the command line.
@@ -61,9 +61,9 @@ class Pass:
         requires: properties that must hold before.
         provides: properties that hold afterwards.
         invalidates: properties that no longer hold afterwards.
-        preserves: what stays equal, `dataflow` (the expression of each output), `values` (loss, outputs and gradients)
+        preserves: what stays equal: `dataflow` (the expression of each output), `values` (loss, outputs and gradients)
             or `nothing`.
-        when: whether a program is one that the pass is for; it is left out for others. Its docstring says which.
+        when: tells whether the pass is for a program; other programs skip it. Its docstring says which ones it is for.
     """
 
     name: str
@@ -76,16 +76,16 @@ class Pass:
 
     @property
     def condition(self) -> str:
-        """Which programs the pass is for, empty where it is for all."""
+        """Returns which programs the pass is for; empty if it is for all."""
         return (self.when.__doc__ or "").strip().split("\n")[0]
 
     @property
     def summary(self) -> str:
-        """First line of the pass's docstring."""
+        """Returns the first line of the pass's docstring."""
         return (self.run.__doc__ or "").strip().split("\n")[0]
 
     def __call__(self, program: Program) -> Program:
-        """Runs the function as it is, on the program itself and without checks."""
+        """Runs the function on the program itself, without a copy and without checks."""
         return self.run(program)
 
 
@@ -98,10 +98,12 @@ def register_pass(
     preserves: str = "values",
     when: Callable[[Program], bool] = lambda program: True,
 ) -> Callable[[PassFunction], Pass]:
-    """Decorator that makes a function `Program → Program` a pass.
+    """Returns a decorator that makes a pass of a function `Program → Program`.
+
+    The arguments are the contract: see the attributes of `Pass`. The function's docstring says what the pass does.
 
     Raises:
-        PassError: `preserves` is none of these words, properties are no set, or there is no docstring.
+        PassError: `preserves` is an unknown word, properties are not a set, or the function has no docstring.
     """
     if not isinstance(name, str) or not name:
         raise PassError(f"{shown(name)} is no name", where="register_pass", remedy='write @register_pass("name")')
@@ -125,17 +127,17 @@ def register_pass(
 
 @dataclass(frozen=True)
 class Verifier:
-    """A static check.
+    """Describes a static check.
 
     Attributes:
-        name: as messages call it.
-        properties: it applies while all of these hold.
+        name: the name in messages.
+        properties: the check applies while all of these hold.
         check: raises `CheckFailed`, `LayoutError` or `InputError`. Takes the program, and with `uses_facts` its facts.
-        until: a property from which on it does not apply any more.
-        of_dataflow: whether what it says depends on the dataflow alone, so that passes that keep it need no new check.
-        of_operations: whether it judges operations by what they are and take, and not by names or by their order, so
-            that passes that keep all of them need no new check.
-        uses_facts: whether it remembers of which nodes it was told the same before.
+        until: a property; while it holds, the check does not apply.
+        of_dataflow: whether the answer depends on the dataflow alone. A pass that preserves it needs no new check.
+        of_operations: whether it judges operations by what they are and take, not by names or order. A pass that keeps
+            all operations needs no new check.
+        uses_facts: whether it skips nodes of which it has judged the same facts before.
     """
 
     name: str
@@ -147,7 +149,7 @@ class Verifier:
     uses_facts: bool = False
 
     def applies(self, program: Program) -> bool:
-        """Whether the check is about such programs."""
+        """Tells whether the check applies to a program."""
         return self.properties <= program.properties and self.until not in program.properties
 
     def judge(self, facts: Facts) -> None:
@@ -164,13 +166,13 @@ class PassManager:
 
     Attributes:
         passes: what to run.
-        verifiers: what to check after each pass (and before the first).
-        dump: folder for the texts of the program that enters and of that after each pass; None for no dump.
-        first: number of the text that enters.
-        dumps_first: whether that is written.
-        checked: whether the program that enters was checked already.
+        verifiers: what to check before the first pass and after each one.
+        dump: folder for the texts of the first program and of the program after each pass; None for no dump.
+        first: the number of the first text.
+        dumps_first: whether to write the first text.
+        checked: whether the first program was checked already.
         on_pass: called with each pass's record, for progress reports.
-        on_program: called with the program before the first and after each pass, before it is checked.
+        on_program: called with the first program and with that after each pass, before it is checked.
     """
 
     passes: Sequence[Pass]
@@ -193,11 +195,11 @@ class PassManager:
                 )
 
     def run(self, program: Program, *, until: str | None = None) -> Program:
-        """The program after all passes, or after the pass named `until`.
+        """Returns the program after all passes, or after the pass named `until`.
 
         Raises:
             PassError: a pass broke its contract, or `until` names no pass.
-            LayoutError, CheckFailed: a verifier rejected the program after a pass; the text names it.
+            LayoutError, CheckFailed: a verifier rejected the program after a pass; the error's note names both.
         """
         names = [item.name for item in self.passes]
         if until is not None and until not in names:
@@ -239,7 +241,7 @@ class PassManager:
         return program
 
     def _apply(self, item: Pass, program: Program, before: _Nodes) -> tuple[Program, _Nodes]:
-        """The program after a pass, and its nodes; `before` are those that it has."""
+        """Returns the program after a pass, and its nodes; `before` are the nodes of the program that enters."""
         missing = item.requires - program.properties
         if missing:
             raise PassError(
@@ -279,12 +281,12 @@ class PassManager:
         *,
         is_kept: bool = False,
     ) -> Facts:
-        """Checks a program without calls; what it has in common with one that was checked needs no new check.
+        """Checks a program without calls, except for what it has in common with the last one that was checked.
 
         Args:
-            seen: its nodes, where they are known.
-            checked: of the last program that was checked.
-            is_kept: whether that has the same dataflow.
+            seen: the program's nodes, if they are known.
+            checked: the facts of the last program that was checked.
+            is_kept: whether that program has the same dataflow.
         """
         facts = facts_of(program, seen, checked)
         alike = is_kept and checked is not None and has_same_operations(checked, facts)
@@ -328,7 +330,7 @@ def _lint(program: Program, after: str) -> None:
 
 
 def _is_same_besides(before: Program, after: Program) -> bool:
-    """Whether, besides nodes and their order, nothing changed of which a check could speak: no table or property."""
+    """Tells whether only nodes and their order changed, and no table or property that a check could read."""
 
     def compared(program: Program) -> tuple[object, ...]:
         tables = (program.parameters, program.inputs, program.outputs, program.all_symbols, program.plan, program.loss)
@@ -339,10 +341,10 @@ def _is_same_besides(before: Program, after: Program) -> bool:
 
 
 def _check_dataflow(item: Pass, before: Program, after: Program, flows: Expressions) -> None:
-    """Each output is computed from the same by the same operations.
+    """Checks that the same operations compute each output from the same values.
 
     Raises:
-        PassError: names the first output that is not, and the first operation at which it parts.
+        PassError: an output is computed differently; names it, and the first operation that differs.
     """
     expected, actual = flows.outputs(before), flows.outputs(after)
     odd = next((name for name in (*expected, *actual) if expected.get(name) != actual.get(name)), None)

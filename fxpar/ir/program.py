@@ -318,21 +318,22 @@ class PassRecord:
 
 @dataclass(frozen=True)
 class Program:
-    """One model, or one rank's part of it, as a functional graph.
+    """Holds one model, or one rank's part of it, as a functional graph.
 
     Attributes:
-        graph_module: placeholders are parameters, buffers, constants and inputs; there are no attributes.
+        graph_module: its placeholders are parameters, buffers, constants and inputs. It has no attributes.
         parameters: what the program owns, in placeholder order.
         inputs: what the caller passes, in placeholder order.
         outputs: names of the returned tensors, in the order of the output node.
         symbols: the symbolic sizes.
-        counted: numbers of rows that are counted while it runs.
-        plan: what was asked for.
-        properties: what currently holds, as declared by the passes (`layouts`, `collectives`, `local`, …).
+        counted: numbers of rows that are counted while the program runs.
+        plan: what the user asked for.
+        properties: what is true of the program, as passes declare it (`layouts`, `collectives`, `local`, …).
         history: the passes that ran.
         constants: values of the parameters of kind constant, by name.
-        loss: name of the output to differentiate; empty where there is none.
-        conditions: what sizes satisfy where PyTorch differentiates the program; other sizes need another program.
+        loss: name of the output to differentiate; empty if there is none.
+        conditions: what sizes must satisfy so that PyTorch differentiates the program in this way. Other sizes need
+            another program.
     """
 
     graph_module: fx.GraphModule
@@ -350,31 +351,31 @@ class Program:
 
     @property
     def graph(self) -> fx.Graph:
-        """The graph of `graph_module`."""
+        """Returns the graph of `graph_module`."""
         return self.graph_module.graph
 
     @property
     def layouts(self) -> dict[str, Layout | tuple[Layout, ...] | None]:
-        """Layout by node name."""
+        """Returns the layout of each node, by its name."""
         return {node.name: note(node).layout for node in self.graph.nodes if node.op != "output"}
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks for which the program is, and their atoms."""
+        """Returns the ranks that run the program, arranged along their axes."""
         return self.plan.mesh
 
     @cached_property
     def axes(self) -> Mapping[str, int]:
-        """Sizes of the axes that layouts name, those larger than one, in nesting order, the outermost first."""
+        """Returns the sizes of the axes that layouts name: those larger than one, from the outermost."""
         return self.mesh.nested(DENSE)
 
     @property
     def all_symbols(self) -> tuple[Symbol | Counted, ...]:
-        """Symbolic sizes of inputs, and numbers of rows that are counted."""
+        """Returns the symbolic sizes of inputs, and the numbers of rows that are counted."""
         return (*self.symbols, *self.counted)
 
     def copy(self) -> Program:
-        """A program with a graph of its own. Notes are frozen and shared."""
+        """Returns the program with a copy of its graph. The copy shares the notes, which are frozen."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
@@ -385,15 +386,15 @@ class Program:
         return dataclasses.replace(self, graph_module=module_of(graph), constants=dict(self.constants))
 
     def with_(self, **changes: Any) -> Program:
-        """A copy of the record (not of the graph) with other fields."""
+        """Returns a copy of the record with other fields. The copy shares the graph."""
         return dataclasses.replace(self, **changes)
 
     def placeholders(self) -> dict[str, fx.Node]:
-        """The nodes of parameters and inputs, by name."""
+        """Returns the nodes of parameters and inputs, by name."""
         return {node.name: node for node in self.graph.find_nodes(op="placeholder")}
 
     def node(self, name: str) -> fx.Node:
-        """The node of that name.
+        """Returns the node of that name.
 
         Raises:
             KeyError: there is none.
@@ -410,11 +411,11 @@ class Program:
 
     @cached_property
     def _found(self) -> dict[str, fx.Node]:
-        """Nodes that were looked up; passes may have renamed or erased them since."""
+        """Holds nodes that were looked up; passes may have renamed or erased them since."""
         return {}
 
     def parameter(self, node: fx.Node) -> Parameter | None:
-        """The parameter whose placeholder the node is, if any."""
+        """Returns the parameter whose placeholder the node is, if any."""
         return self._by_node.get(node.name)
 
     @cached_property
@@ -422,7 +423,7 @@ class Program:
         return {p.node: p for p in reversed(self.parameters)}
 
     def output_nodes(self) -> dict[str, fx.Node]:
-        """The returned nodes by output name."""
+        """Returns the returned nodes by output name."""
         values = output_node(self.graph).args[0]
         return dict(zip(self.outputs, values, strict=True))  # type: ignore[arg-type]
 

@@ -121,8 +121,8 @@ def register_rule(
 
     Args:
         target: the overload, for example `torch.ops.mylib.gated.default`.
-        labels: one part for each tensor argument and output, for example `"... h, h -> ... h"`: equal letters are
-            cut together, `_` cannot be cut, a letter that no output has is summed. None: element-wise.
+        labels: one part for each tensor argument and output, for example `"... h, h -> ... h"`. Equal letters are cut
+            together, `_` cannot be cut, and a letter that no output has is summed. None means element-wise.
         partial: groups of argument names in which the operator is linear (see `Rule`).
 
     Raises:
