@@ -34,26 +34,28 @@ from fxpar.runtime.world import World
 
 
 class ParallelModule(Stateful):
-    """One rank's part of a model. Made by `fxpar.parallelize`.
+    """Holds and runs one rank's part of a model. `fxpar.parallelize` returns it.
 
-    It and its modules are instances of the author's classes too: `isinstance`, containers, attributes and methods are
-    the author's, where this class has none of the name. Methods that look at modules, names, shapes and modes, or treat
-    each element by itself, give what they give on the model. What would run a part of it, write what no program would
-    see, draw random numbers into weights, or read values that this rank has not, raises an error.
+    The module and its submodules are also instances of the author's classes. `isinstance`, containers, attributes and
+    methods work as the author wrote them, unless this class has one of that name. Methods give the same results as on
+    the model if they look at modules, names, shapes and modes, or treat each element independently. Running a part of
+    the model raises an error. So does changing what no program would see, drawing random numbers into weights, and
+    reading values that this rank does not hold.
 
-    Parameters are this rank's shards, of the whole's shapes, under the author's names. With a pipeline `parameters()`
-    has those of this rank's stages, and one of another stage, `model.norm.weight`, has a shape and no values.
+    Parameters have the author's names and the shapes of the whole; the rank holds its shards of them. With a pipeline,
+    `parameters()` returns those of this rank's stages. A parameter of another stage, such as `model.norm.weight`, has a
+    shape and no values.
 
-    Programs are compiled on first use for each mode of the modules (training, evaluation), each structure of the batch,
-    and sizes for which the model takes other branches; sizes of one, for example a batch of one sample, have programs
-    of their own.
+    Programs are compiled on first use: for each mode of the modules (training, evaluation), each structure of the
+    batch, and sizes for which the model takes other branches. Sizes of one, such as a batch of one sample, have
+    separate programs.
 
     Attributes:
         plan: how the model is split.
         world: the processes.
         saved_names: the keys of the unsplit model's state dict, in order.
         line: the ranks of its pipeline; None without one.
-        loading: memory that this rank's weights took while they were put in their places.
+        loading: the memory that placing this rank's weights took.
     """
 
     def __init__(
@@ -96,15 +98,15 @@ class ParallelModule(Stateful):
 
     @property
     def program(self) -> Program:
-        """The program of the example's mode and structure."""
+        """Returns the program of the example's mode and structure."""
         return self._programs.first.program
 
     @together
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own output for a call as the author defined it; sharded tensors come as DTensor.
+        """Returns the model's own output for a call as the author defined it; sharded tensors are DTensors.
 
         Raises:
-            InputError: an argument that the model's forward does not take, or a value that no program can.
+            InputError: the model's forward does not take an argument, or no program can take a value.
         """
         self._settings.check()
         call, outputs = self._batches.forward(calls.called_with(self._programs.skeleton, args, kwargs))
@@ -119,22 +121,22 @@ class ParallelModule(Stateful):
         optimizer: torch.optim.Optimizer | None = None,
         max_norm: float | None = None,
     ) -> Tensor:
-        """Forward and backward of one batch; gradients are added to `.grad`. Returns the loss, detached.
+        """Runs forward and backward of one batch, adds gradients to `.grad`, and returns the detached loss.
 
         Args:
-            batch: what the model's forward takes. A list of such is the microbatches of one step: their losses are
-                averaged (`Plan.loss_reduction` says how), and the ranks' gradients of parameters summed once, behind
-                the last.
-            scaler: scales the loss that is differentiated (not the one returned), and with it the gradients: call its
+            batch: what the model's forward takes. A list of batches is the microbatches of one step. Their losses are
+                averaged (`Plan.loss_reduction` says how), and gradients of parameters are summed over the ranks once,
+                after the last microbatch.
+            scaler: scales the loss that is differentiated (not the returned one), and with it the gradients. Call its
                 `unscale_`, `step` and `update` as always. float16 gradients need it.
-            optimizer: steps too, and the gradients are freed behind it; with `CudaGraphs("full_iteration")` inside of
-                the graph, with the learning rates that its groups have at each call. It must be fused and capturable
-                then. `step_flags` tells what became of the step.
-            max_norm: to which the norm of all gradients is clipped before the optimizer steps.
+            optimizer: also makes its step, after which the gradients are freed. With `CudaGraphs("full_iteration")`
+                the graph contains the step, with the learning rates of its groups at each call. The optimizer must be
+                fused and capturable then. `step_flags` says what became of the step.
+            max_norm: the norm to which all gradients together are clipped before the optimizer's step.
 
         Raises:
             InputError: the module is in evaluation mode, gradients are off, the model has no loss, the batch does
-                not fit the model, or a scaler is missing or of no use.
+                not fit the model, or a scaler is missing or useless.
         """
         if not self.training:
             raise InputError("the module is in evaluation mode", where="train_step", remedy="call train() before")
@@ -152,14 +154,14 @@ class ParallelModule(Stateful):
 
     @property
     def step_flags(self) -> StepFlags:
-        """What became of the last `train_step` with an optimizer: tensors of the device, which nobody waited for."""
+        """Returns what became of the last `train_step` with an optimizer, as tensors on the device, without a wait."""
         return self._flags
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Calls inside leave their gradients unsummed; the next call outside sums those of all, once.
+        """Defers the sums of gradients over ranks: the next call outside of it sums those of all calls, once.
 
-        As of `DistributedDataParallel`: `.grad` has them behind that call alone.
+        It works like that of `DistributedDataParallel`. `.grad` has the gradients only after that next call.
         """
         waiting = self._runner.waiting
         before, waiting.holds = waiting.holds, True
@@ -169,7 +171,7 @@ class ParallelModule(Stateful):
             waiting.holds = before
 
     def own_rows(self, batch: Any) -> Any:
-        """This rank's rows of a batch, or of a list of microbatches, that has those of all data ranks."""
+        """Returns this rank's rows of a batch, or of a list of microbatches, that has the rows of all data ranks."""
         if type(batch) is list and not self._takes_lists:
             return [self.own_rows(part) for part in batch]
         return calls.own_rows(self.program, batch, self.world.coordinates)
@@ -178,16 +180,17 @@ class ParallelModule(Stateful):
 
     @together
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that their global norm is at most `max_norm`; returns the norm before.
+        """Scales all gradients so that their global norm is at most `max_norm`, and returns the norm before that.
 
-        What `torch.nn.utils.clip_grad_norm_` does, with one collective for all parameters. All ranks must call it.
+        It does the same as `torch.nn.utils.clip_grad_norm_`, with one collective for all parameters. All ranks must
+        call it.
         """
         check_norm(max_norm)
         self.world.agreement.enter()
         return self._training.clip(max_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of `nn.Module`; the modules are not walked, which of a deep model takes longer than a replay."""
+        """Frees or zeroes all gradients, without the walk over modules that takes longer than a replay."""
         leaves = [leaf for leaf in self._training.leaves.values() if leaf.grad is not None]
         if set_to_none:
             for leaf in leaves:
@@ -197,28 +200,28 @@ class ParallelModule(Stateful):
 
     @property
     def graph_figures(self) -> GraphFigures | None:
-        """How many CUDA graphs there are by now, and what they took; None where the plan has none."""
+        """Returns how many CUDA graphs there are by now, and what they took; None if the plan has none."""
         return self._graphs.figures
 
     def close(self) -> None:
-        """Frees the CUDA graphs and the memory that ranks copy into; the weights stay.
+        """Frees the CUDA graphs and the memory that ranks copy into. The weights stay.
 
-        Nothing can be replayed or recorded any more, and no step can run that copies.
-        Graphs hold the communicators of process groups: call it before `dist.destroy_process_group()`. At the end of a
-        process it is called by itself.
+        Afterwards no graph can be replayed or recorded, and no step can run that copies between ranks. Graphs hold the
+        communicators of process groups, so call this before `dist.destroy_process_group()`. It is called by itself at
+        the end of a process.
         """
         self._graphs.close()
         self._mailboxes.close()
 
     def report(self, sizes: Mapping[str, int] | None = None, optimizer: str = "adamw") -> Report:
-        """Passes, collectives, memory of each rank, and what is not split and why; printed, it is a table.
+        """Returns passes, collectives, memory of each rank, and what is not split and why; printed, it is a table.
 
-        Of the program of the example's mode and structure. Counted, not run: nothing communicates. Where ranks hold
-        different experts it has the load of the last `train_step` too, for which it waits.
+        The report is about the program of the example's mode and structure. It is counted, not run, and nothing
+        communicates. If ranks hold different experts, it also has the load of the last `train_step`, and waits for it.
 
         Args:
-            sizes: of the inputs by symbol (`b`, `s`); the example's where they are not given.
-            optimizer: adamw, sgd, sgd-momentum or none.
+            sizes: sizes of the inputs by symbol (`b`, `s`); those of the example by default.
+            optimizer: whose state to count: adamw, sgd, sgd-momentum or none.
 
         Raises:
             InputError: an unknown optimizer or symbol, or a size that the ranks cannot share out.

@@ -81,28 +81,28 @@ class Stateful(Root):
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """Layout of each parameter, buffer and constant by its first name."""
+        """Returns the layout of each parameter, buffer and constant by its first name."""
         return self._programs.layouts
 
     @property
     def foreign(self) -> frozenset[str]:
-        """First names of the parameters that other ranks of the pipeline hold, and this one does not."""
+        """Returns the first names of the parameters that only other ranks of the pipeline hold."""
         return self._programs.foreign
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages of the pipeline that this rank holds, in their order; empty without one."""
+        """Returns the pipeline's stages that this rank holds, in their order; empty without a pipeline."""
         return own_stages(self.plan, self.world.place)
 
     def layout_of(self, name: str) -> Layout:
-        """Layout of a parameter or buffer under any of its names; empty for those that no program uses."""
+        """Returns the layout of a parameter or buffer under any of its names; empty if no program uses it."""
         return self.layouts.get(self._programs.aliases.get(name, name), Layout())
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Whole shape of a parameter or buffer of the unsplit model.
+        """Returns the whole shape of a parameter or buffer of the unsplit model.
 
         Raises:
-            InputError: there is none of this name.
+            InputError: the model has no parameter or buffer of this name.
         """
         if name not in self._shapes:
             raise InputError("names no parameter or buffer", where=shown(name), remedy="take one of saved_names")
@@ -113,7 +113,7 @@ class Stateful(Root):
 
     @property
     def step(self) -> int:
-        """Calls so far that drew random bits; set it when a run is resumed, so that its masks go on."""
+        """Returns how many calls have drawn random bits. Set it to continue the masks of a resumed run."""
         return self._random.step
 
     @step.setter
@@ -122,11 +122,11 @@ class Stateful(Root):
 
     @together_at_once
     def full_state_dict(self) -> dict[str, Tensor]:
-        """What `state_dict()` of the unsplit model would hold, on the CPU of every rank. All ranks must call it."""
+        """Returns the state dict of the unsplit model, on the CPU of every rank. All ranks must call it."""
         return full_state_dict(self._held())
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Loads the unsplit model's state dict; each rank keeps its shards. Tied names may be left out.
+        """Loads the unsplit model's state dict, of which each rank keeps its shards. Tied names may be left out.
 
         Raises:
             CheckpointError: a name is missing or unknown, or a shape differs; nothing is loaded then.
@@ -134,12 +134,12 @@ class Stateful(Root):
         load_full_state_dict(self._held(), state)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
-        """This rank's part under the author's names, as `torch.distributed.checkpoint` saves it and loads it in place.
+        """Returns this rank's part for `torch.distributed.checkpoint`, which saves it, or loads into it in place.
 
-        What is cut has the whole's shape and is a DTensor for torch; tied names share one.
+        Keys are the author's names. Tensors that are cut have the whole's shape and are DTensors; tied names share one.
 
         Raises:
-            InputError: arguments, with which a module around this one would call it.
+            InputError: it got arguments, as from a module around this one.
         """
         if args or kwargs:
             raise InputError(
@@ -150,10 +150,10 @@ class Stateful(Root):
         return sharded_state_dict(self._held())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads what `state_dict` of a module of the same plan gave, or whole tensors, of which each rank takes parts.
+        """Loads a state dict of a module of the same plan, or whole tensors, of which each rank takes its parts.
 
         Raises:
-            CheckpointError: a name is missing or unknown, or a tensor is another part; nothing is loaded then.
+            CheckpointError: a name is missing or unknown, or a tensor is a different part; nothing is loaded then.
             InputError: `assign` is true.
         """
         if assign:
@@ -166,30 +166,30 @@ class Stateful(Root):
 
     @together_at_once
     def save_checkpoint(self, folder: str | Path, shard_size: int | str = "5GB") -> None:
-        """Writes safetensors under the author's names, as transformers' `from_pretrained` and `load_checkpoint` read.
+        """Writes safetensors under the author's names, for transformers' `from_pretrained` and for `load_checkpoint`.
 
-        Rank 0 writes and holds one file's tensors at most. A model of transformers has its configuration written too.
-        All ranks must call it.
+        Rank 0 writes, and holds the tensors of one file at most. For a model of transformers it also writes the
+        configuration. All ranks must call it.
 
         Args:
-            folder: is made if it is not there.
-            shard_size: the most bytes of tensors in a file (a larger tensor has one of its own), such as "500MB".
+            folder: where to write; it is made if it does not exist.
+            shard_size: the most bytes of tensors in a file, such as "500MB". A larger tensor has a file of its own.
 
         Raises:
-            CheckpointError: the folder holds a checkpoint already or cannot be written.
-            InputError: `shard_size` is no size.
+            CheckpointError: the folder already holds a checkpoint, or cannot be written.
+            InputError: `shard_size` is not a size.
         """
         save_checkpoint(self._held(), self._programs.skeleton, folder, shard_size)
 
     @together_at_once
     def load_checkpoint(self, checkpoint: str | Path | Checkpoint) -> None:
-        """Loads safetensors; each rank reads its parts. Tied names may be left out. All ranks must call it.
+        """Loads safetensors, of which each rank reads its parts. Tied names may be left out. All ranks must call it.
 
         Args:
             checkpoint: a file, an index, a folder with either, or a `fxpar.Checkpoint`.
 
         Raises:
-            CheckpointError: it cannot be read, or has other names or shapes; nothing is loaded then.
+            CheckpointError: it cannot be read, or its names or shapes are not the model's; nothing is loaded then.
         """
         load(self._held(), checkpoint)
 
@@ -204,25 +204,24 @@ class Stateful(Root):
         keep: int = 2,
         shard_size: int | str = "5GB",
     ) -> Path:
-        """Saves all that `resume_training` needs to go on as if nothing had happened; between two steps.
+        """Saves, between two steps, all that `resume_training` needs to continue as if nothing had happened.
 
-        Weights, optimizer, scheduler, the random bits' step, the position and the scaler go to a new folder in
-        `folder`, as safetensors under the author's names and JSON. Every rank writes its own parts. A save that is
-        killed at whatever moment leaves the ones before it as they are. All ranks must call it, with one folder that
-        all of them see.
+        Weights, optimizer, scheduler, the step of the random bits, the position and the scaler go to a new folder in
+        `folder`, as JSON and safetensors under the author's names. Every rank writes its parts. If a save is killed,
+        the earlier ones stay intact. All ranks must call it, with one folder that all of them see.
 
         Args:
-            position: where in the data the training is: anything of numbers, texts, lists and dicts.
+            position: where in the data the training is, made of numbers, strings, lists and dicts.
             keep: how many saves stay in the folder.
-            shard_size: as of `save_checkpoint`.
+            shard_size: see `save_checkpoint`.
 
         Returns:
-            The save's own folder, from which `from_pretrained` and `load_checkpoint` read the weights.
+            The folder of this save, from which `from_pretrained` and `load_checkpoint` read the weights.
 
         Raises:
-            CheckpointError: a state that is neither like its parameter nor one number or cannot be JSON, a folder that
-                cannot be written or is not the same on all ranks.
-            InputError: an option or object of the wrong kind, or trainings that differ between ranks.
+            CheckpointError: a state has neither the shape of its parameter nor one element, or JSON cannot hold it; or
+                the folder cannot be written, or is not the same on all ranks.
+            InputError: an option or object is of the wrong type, or trainings differ between ranks.
         """
         objects, progress = TrainingObjects(optimizer, scheduler, scaler), TrainingProgress(self.step, position)
         model = (self._programs.skeleton, self.plan)
@@ -236,21 +235,21 @@ class Stateful(Root):
         scheduler: Any = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Any:
-        """Takes up the last save in a folder, or the save that `folder` is, under any plan of the same seed.
+        """Loads the last save in a folder, or the save that `folder` itself is, under any plan of the same seed.
 
-        Each rank reads its own parts. All ranks must call it.
+        Each rank reads its parts. All ranks must call it.
 
         Args:
             optimizer: of the class and with the parameter groups that were saved; its state is replaced.
-            scheduler: of the class that was saved; likewise.
-            scaler: likewise.
+            scheduler: of the class that was saved; its state is replaced.
+            scaler: of the class that was saved; its state is replaced.
 
         Returns:
             The position that was saved.
 
         Raises:
             CheckpointError: there is no save, it is damaged, or what was saved does not fit; nothing is loaded then.
-            InputError: an object of the wrong kind, or other saves on other ranks.
+            InputError: an object is of the wrong type, or ranks have different saves.
         """
         progress = resume_training(self._held(), folder, TrainingObjects(optimizer, scheduler, scaler), self.plan.seed)
         self.step = progress.step

@@ -34,11 +34,11 @@ from fxpar.runtime.world import World
 
 @dataclass(frozen=True)
 class StepFlags:
-    """What became of a step with an optimizer.
+    """Says what became of a step with an optimizer.
 
     Attributes:
-        norm: of all gradients before they were clipped, a scalar; None where they were not.
-        is_finite: whether the loss is, and the norm, a bool scalar; None without an optimizer.
+        norm: the norm of all gradients before they were clipped, a scalar; None if they were not clipped.
+        is_finite: whether the loss and the norm are finite, a bool scalar; None without an optimizer.
     """
 
     norm: Tensor | None = None
