@@ -36,24 +36,26 @@ _Place = tuple[dict[str, Any], str]
 def materialize(model: nn.Module, seed: int = 0, device: torch.device | str = "cpu") -> nn.Module:
     """Gives a model that was built under `torch.device("meta")` its initial weights, and returns it.
 
-    A tensor comes from the initialiser of the module that holds it: `_init_weights` of the transformers model around
-    it (or of any module around it that has this method), else `reset_parameters`; initialisers of the modules around
-    it run after that, as GPT-2's scaled residual projections need. Each module's random state is a hash of the seed
-    and of its name, so that values depend on neither the process nor the order; a GPU draws other numbers than a CPU.
-    The process's own random states are left as they were. Tied weights are initialised once, under their first name.
-    Tensors that have values keep them. `fxpar.parallelize` gives each rank its part of the same bits.
+    The initialiser of the module that holds a tensor fills it. This is `_init_weights` of the transformers model around
+    it, or of any module around it that has this method; otherwise `reset_parameters`. Initialisers of the modules
+    around it run after that, as GPT-2's scaled residual projections need. Tied weights are initialised once, under
+    their first name. Tensors that have values keep them.
 
-    What a constructor does to weights by itself (a loop that rescales some of them, say) is no initialiser, and is
-    lost on the meta device: it belongs into `_init_weights` or `reset_parameters`. A constructor that writes
-    `torch.Tensor(n, m)` passes the meta device by: such a tensor counts as one that has values, whatever they are.
+    Each module's random state is a hash of the seed and of its name. So values depend neither on the process nor on the
+    order, but a GPU and a CPU draw different numbers. The random states of the process stay unchanged.
+    `fxpar.parallelize` gives each rank its part of the same bits.
+
+    What a constructor itself does to weights, such as a loop that rescales some of them, is lost on the meta device.
+    Write it into `_init_weights` or `reset_parameters`. `torch.Tensor(n, m)` in a constructor ignores the meta device:
+    such a tensor counts as one that has values, whatever they are.
 
     Args:
         model: changed in place: its meta parameters and buffers are replaced by new ones.
-        seed: `Plan.seed` of the run that it is to be compared with.
-        device: where the values are drawn: `device` of the run that it is to be compared with.
+        seed: the `Plan.seed` of the run to compare with.
+        device: where to draw the values: the device of the run to compare with.
 
     Raises:
-        InputError: a tensor that no initialiser fills, or an initialiser that fails without the values of others.
+        InputError: no initialiser fills a tensor, or an initialiser fails without the values of other tensors.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"a {type(model).__name__} is no nn.Module", where="materialize", remedy="pass the model")

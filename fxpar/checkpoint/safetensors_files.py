@@ -54,7 +54,7 @@ def folder_of(folder: str | Path) -> Path:
     """Returns the path of a folder.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: it is not a path.
     """
     if not isinstance(folder, (str, Path)) or "\0" in str(folder):
         raise CheckpointError(f"{shown(folder)} is no path", where="folder", remedy="name a folder")
@@ -65,7 +65,7 @@ def bytes_of(size: int | str) -> int:
     """Returns a size in bytes, also from a text such as "500MB".
 
     Raises:
-        InputError: it is none.
+        InputError: it is not a size.
     """
     text = shown(size) if isinstance(size, int) else str(size)
     match = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([KMGT]?B|)", text, re.IGNORECASE)
@@ -253,17 +253,17 @@ class _Entry:
 
 
 class Checkpoint:
-    """A safetensors checkpoint that lies in one file or in many.
+    """Names a safetensors checkpoint of one or more files, and reads parts of its tensors.
 
     Args:
         path: a `.safetensors` file, an `.index.json`, or a folder with `model.safetensors` or
             `model.safetensors.index.json`.
-        rename: the model's name for a name of the checkpoint, or None to leave that tensor out; by default the names
-            are the model's.
+        rename: returns the model's name for a name of the checkpoint, or None to leave that tensor out. By default the
+            names are the model's.
 
     Attributes:
-        shapes: whole shape of each tensor by the model's name.
-        kinds: of numbers that each tensor holds: "float", "int", "bool" or "complex".
+        shapes: the whole shape of each tensor, by the model's name.
+        kinds: the kind of numbers in each tensor: "float", "int", "bool" or "complex".
 
     Raises:
         CheckpointError: there is no such checkpoint, its files cannot be read or contradict its index, or two tensors
@@ -301,7 +301,7 @@ class Checkpoint:
 
     @property
     def digest(self) -> str:
-        """Tells checkpoints apart that differ in a name, shape, type or file size, on whatever machine they lie."""
+        """Returns a hash of names, shapes, types and file sizes, which is the same on every machine."""
         sizes = {entry.file.name: entry.file.stat().st_size for entry in self._entries.values()}
         text = [(name, e.file.name, e.key, e.shape, e.dtype) for name, e in sorted(self._entries.items())]
         return hashlib.sha256(repr((text, sorted(sizes.items()))).encode()).hexdigest()
