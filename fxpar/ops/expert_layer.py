@@ -1,7 +1,4 @@
-"""A layer of experts, written with the operators of routed rows: for models that have one of their own.
-
-Enters: tokens, and for each the experts that it goes to with their weights. Leaves: what the experts make of it.
-"""
+"""`fxpar.ops.experts`: a layer of experts, written with the operators on rows, for models with their own experts."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from fxpar.ops.permute import moe_combine, moe_permute, sort_by_expert
 
 
 def swiglu(*inner: Tensor) -> Tensor:
-    """`silu(gate) * up` of two results, or of the halves of one."""
+    """Returns `silu(gate) * up` of two results, or of the halves of one."""
     gate, up = inner if len(inner) > 1 else inner[0].chunk(2, dim=-1)
     return functional.silu(gate) * up
 
@@ -35,31 +32,31 @@ def experts(
     transposed: bool = False,
     norm: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """The weighted sum, for each token, of what its K experts make of it.
+    """Returns, for each token, the weighted sum of the results of its K experts.
 
-    It computes what a loop over experts does, without reading anything on the host, and fxpar splits it: over tensor
-    ranks by columns and rows of each expert's matrices, over expert ranks by experts. It needs no process group.
+    It computes what a loop over experts does, without reading anything on the host. fxpar splits it over tensor ranks
+    by columns and rows of each expert's matrices, and over expert ranks by experts. It needs no process group.
 
         out = fxpar.ops.experts(x, top.indices, top.values, (self.w1, self.w3), self.w2)
 
     Args:
         hidden: tokens, [T, h].
-        indices: the experts of each token, int[T, K], none of them twice; what is no number of an expert goes to none.
-        weights: those of a token's experts, [T, K].
-        gate_up: the first matrices of all experts, [E, n, h], or several such.
+        indices: the experts of each token, int[T, K], none of them twice. A number without an expert goes to none.
+        weights: the weights of a token's experts, [T, K].
+        gate_up: the first matrices of all experts, [E, n, h], or a sequence of them.
         down: the second matrices, [E, h, m].
-        gate_up_bias: [E, n], as many as there are first matrices.
-        down_bias: [E, h].
-        activation: of the results [M, n] of the first matrices, in as many arguments; gives [M, m]. It must take each
-            row by itself.
-        transposed: matrices stand the other way round: [E, h, n] and [E, m, h].
-        norm: of an expert's results [M, h], before they are weighted.
+        gate_up_bias: biases [E, n], one for each of the first matrices.
+        down_bias: the bias of the second matrices, [E, h].
+        activation: takes the results [M, n] of the first matrices, one argument each, and returns [M, m]. It must
+            compute each row independently.
+        transposed: whether matrices are transposed: [E, h, n] and [E, m, h].
+        norm: applied to an expert's results [M, h], before they are weighted.
 
     Returns:
         [T, h], in the type of `hidden`.
 
     Raises:
-        InputError: shapes or types that do not fit.
+        InputError: shapes or types do not fit.
     """
     first = [gate_up] if isinstance(gate_up, Tensor) else list(gate_up)
     biases = [gate_up_bias] if isinstance(gate_up_bias, Tensor) else list(gate_up_bias or ())
