@@ -71,6 +71,7 @@ def _flattened(pieces: Sequence[Piece]) -> tuple[Piece, ...] | None:
     return merged if times == 1 else (Piece(times, simplify(sum(p.length for p in merged)), segments=merged),)
 
 
+# A text can write a billion runs in one line, and each would be an object here.
 _MOST_RUNS = 2**16
 
 
@@ -268,6 +269,7 @@ def _aligned(outer: Placement, n: int, inner: Placement) -> list[tuple[Piece, Pi
             head = _head(y, left) if left < right else _head(x, right, n)
             if head is None:
                 return []
+            # What is left of the longer piece meets the next piece of the other cut.
             (others if left < right else pending).insert(0, head[1])
             x, y = (x, head[0]) if left < right else (head[0], y)
         pairs.append((x, y))
@@ -357,6 +359,7 @@ def spelled(layout: Layout, axes: Mapping[str, int]) -> Layout:
         axes: sizes of the mesh axes, the outermost first.
     """
     cuts = [placement.dim for _, placement in layout if placement.is_shard]
+    # Axes that cut different dimensions commute. Nearly all layouts end here, without the search below.
     if len(set(cuts)) == len(cuts):
         return Layout(tuple((axis, placement) for axis in axes for name, placement in layout if name == axis))
     rest, ordered = list(layout), []

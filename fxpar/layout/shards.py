@@ -111,6 +111,7 @@ def local_position(pieces: Sequence[Piece], position: int, n: int) -> int:
     for piece in pieces:
         length, size = int(piece.length), int(piece.size)
         inside = max(0, min(position - offset, length))
+        # Of a padded run only the ends lie at one place on all ranks.
         if piece.padded:
             local += piece.padded // n if inside == length else 0
         else:
@@ -159,6 +160,7 @@ def _padded_block(part: Tensor, piece: Piece, dim: int, n: int, rank: int) -> Te
 def real_part(piece: Piece, n: int, rank: int) -> tuple[int, int]:
     """First element and number of elements of a padded run that a rank holds besides its padding."""
     size = int(piece.size)
+    # Shared out as torch's Shard does it, rounded up. Each rank has its padding behind its own share.
     share = -(-size // n)
     first = min(rank * share, size)
     return first, min(share, size - first)
@@ -275,6 +277,7 @@ def _runs(
     cuts = [(axis, placement) for axis, placement in layout if placement.is_shard and placement.dim == dim]
     if not cuts:
         return [(0, 0, size, True)]
+    # The positions are cut by the function that cuts values, so the runs cannot contradict it.
     index, stands = torch.arange(1, size + 1), torch.ones(size, dtype=torch.bool)  # 0 is padding
     for axis, placement in cuts:
         flat, n, rank = placement.at(0), axes[axis], coordinates[axis]
