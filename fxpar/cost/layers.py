@@ -67,6 +67,7 @@ def _main(program: Program, nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _token(node: fx.Node) -> str:
     """An operation without its operands."""
+    # Operands have other names in each layer, and would make all tokens different.
     args = fx.node.map_arg((node.args, node.kwargs), lambda operand: "%")
     kind = note(node).type
     types = str(kind) if isinstance(kind, TensorType) else " ".join(map(str, output_types(node)))
@@ -85,6 +86,7 @@ def _lives(main: Sequence[fx.Node], storages: Storages) -> tuple[list[int], list
                 maker[storage] = i
                 sizes[i] += storages.bytes[storage]
             until[maker[storage]] = max(until[maker[storage]], last)
+    # A cut in front of a getitem would part a tuple from its elements.
     return [-1 if node.target is operator.getitem else until[i] for i, node in enumerate(main)], sizes
 
 
@@ -133,6 +135,7 @@ def longest(tokens: Sequence[int], least: int = 1) -> Repetition | None:
     """
     sequence = numpy.asarray(tokens, dtype=numpy.int64)
     best: Repetition | None = None
+    # Every period is tried, each by comparisons of whole arrays: half a second for 6000 nodes.
     for period in range(max(1, least), len(sequence) // 2 + 1):
         alike = numpy.concatenate([[False], sequence[:-period] == sequence[period:], [False]])
         edges = numpy.flatnonzero(alike[1:] != alike[:-1])

@@ -227,6 +227,7 @@ class Ledger(TorchDispatchMode):
             del self._storages[key]
             self._live -= size
 
+        # The reference dies with the last tensor in the storage, which is when its bytes are free.
         self._storages[key] = weakref.ref(storage, leave)
         self._live += size
         known = self.peaks.get(self.phase)
