@@ -168,8 +168,10 @@ def conversions(
         cost: on slower axes a byte counts for more.
     """
     start, end = (layout if carries else _without_gradient(layout) for layout in (source, target))
+    # Dijkstra's search: no step has a negative cost, so a layout is first taken off the heap with its cheapest way.
     ways: list[tuple[float, int, Layout, tuple[Conversion, ...]]] = [(0.0, 0, start, ())]
     seen: set[Layout] = set()
+    # The number decides between equal costs: layouts have no order, and comparing two would fail.
     count = itertools.count(1)
     while ways:
         sent, _, layout, path = heapq.heappop(ways)
@@ -202,6 +204,7 @@ def _next(layout: Layout, target: Layout, axes: Mapping[str, int]) -> Iterator[C
     """Coercions of one axis to what the target has of it or to the whole, and of several axes that change alike."""
     changed = [axis for axis in axes if layout.on(axis) != target.on(axis)]
     kinds = {axis: (layout.on(axis), target.on(axis)) for axis in changed}
+    # One collective over joined axes sends less than one for each axis.
     for size in range(len(changed), 1, -1):
         for names in itertools.combinations(changed, size):
             alike = {kinds[axis] for axis in names}

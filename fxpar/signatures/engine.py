@@ -37,6 +37,7 @@ def transfer(placement: Placement, source: Size, dim: int, size: Size, n: int) -
         share = divide(piece.size, n // copies)
         if n % run == 0 and share is not None and divide(group, share) is not None:
             copies = n // run
+    # As many copies as ranks: each of them holds all of it.
     if copies == n:
         return R
     if divide(run, n // copies) is None:
@@ -206,6 +207,7 @@ def _infer(
         for placement, name in zip(placements, call.names, strict=True):
             if not placement.in_rank_order:
                 return _out_of_order(placement, name)
+    # Without a gradient I and R say the same. One spelling spares the cases below.
     placements = tuple(R if p == I and not c else p for p, c in zip(placements, carries, strict=True))
     reduced = next((name for name, p in zip(call.names, placements, strict=True) if p.reduced), None)
     if reduced is not None:
@@ -232,6 +234,7 @@ def _infer(
     if "P" in kinds:
         return _infer_partial(rule, call, kinds)
     index = kinds.index("S")
+    # The choice of layouts takes its options from the same function.
     expected = seed_signature(rule, call, index, placements[index], known)
     if isinstance(expected, Refusal):
         return expected
@@ -264,6 +267,7 @@ def _groups(rule: Rule, call: OpCall) -> list[set[int]]:
             groups += [{i} for i, other in enumerate(call.names) if other == name]
         else:
             groups.append(_members(call, group))
+    # A sum of bools is no bool: ranks cannot hold summands of a mask.
     return [members for members in groups if not any(call.operands[i].dtype == torch.bool for i in members)]
 
 

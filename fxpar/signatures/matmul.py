@@ -104,6 +104,7 @@ def attention_labels(call: OpCall) -> Labelling | Refusal:
     for name, kind in zip(call.names, call.operands, strict=True):
         if name == "query":
             ins.append((*head(kind.shape), rows, None))
+        # A softmax over a part of the keys has another denominator: the rows of keys are never cut.
         elif name == "key":
             ins.append((*head(kind.shape), None, None))
         elif name == "value":
@@ -121,6 +122,7 @@ def _convolution(call: OpCall) -> Labelling | Refusal:
     rank = len(call.outputs[0].shape)
     if len(call.operands[0].shape) != rank or rank != len(call.operands[1].shape):
         return Refusal("a convolution without a batch dimension has no rule for shards")
+    # With groups, an output channel reads only some input channels, which labels cannot say.
     c, o = ("c", "o") if call.get("groups") == 1 else (None, None)
     space = (None,) * (rank - 2)
     labels: dict[str, Labels] = {"input": ("n", c, *space), "weight": (o, c, *space), "bias": (o,)}
@@ -144,6 +146,8 @@ def matmul_rules() -> dict[str, Rule]:
         ),
         "aten.scaled_dot_product_attention.default": Rule(attention_labels, (("value",),)),
     }
+    # Padded rows and columns of an operand give padded ones of the product, and no
+    # others. Padding that is summed is refused by the engine.
     for key in ("aten.linear.default", "aten.mm.default", "aten.bmm.default", "aten.matmul.default"):
         rules[key] = replace(rules[key], padding=("weight", "mat2", "other", "self", "input"))
     for name in ("conv1d", "conv2d", "conv3d"):
@@ -204,6 +208,7 @@ def einsum_labels(call: OpCall) -> Labelling | Refusal:
         return read
     terms, result = read
     sizes = _sizes(terms, call.operands)
+    # A repeated label takes a diagonal, and one axis cannot cut both of its dimensions.
     diagonal = {label for term in terms for label, count in Counter(term).items() if count > 1}
 
     def shown(term: tuple[str, ...], shape: tuple[Size, ...]) -> Labels:
@@ -234,6 +239,7 @@ def einsum_steps(call: OpCall) -> list[ContractionStep] | Refusal:
         rest = [labels for i, labels in enumerate(left) if i not in (first, second)]
         remaining = pair & frozenset(result).union(*rest)
         steps.append(ContractionStep({label: sizes[label] for label in pair}, pair - remaining, 2))
+        # With a path torch puts each result last; without one it goes on with the result.
         left = [*rest, remaining] if call.get("path") else [remaining, *rest]
     return steps
 

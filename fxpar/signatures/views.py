@@ -16,6 +16,7 @@ from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import broadcast, keeps_sums
 
 _SELF = (("self",),)
+# torch writes an open end as the largest 64-bit number, 2**63 - 1.
 _END = 2**62
 
 
