@@ -39,6 +39,7 @@ def dispatch_indices(order: Tensor, counts: Tensor, blocks: int, capacity: int) 
     sent = counts.unflatten(-1, (blocks, -1)).sum(-1)
     first = sent.cumsum(-1) - sent
     place = torch.arange(capacity, device=order.device)
+    # gather takes no index beyond the end. Places without a row read any entry, and get -1 below.
     rows = (first.unsqueeze(-1) + place).clamp(max=max(order.shape[-1] - 1, 0)).flatten(-2)
     entries = order.gather(-1, rows) if order.shape[-1] else rows
     return torch.where((place < sent.unsqueeze(-1)).flatten(-2), entries, -1)
@@ -83,6 +84,7 @@ def received_order(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         i64 [..., sources * capacity]: places of the buffer by expert, in an expert by source, -1 behind all rows; and
         i64 [..., experts]: the rows of each expert.
     """
+    # The sums are clamped, not the counts: a block that is full lost the rows that come last in it.
     end = counts.cumsum(-1).clamp_max(capacity)
     counts = end.diff(dim=-1, prepend=end.new_zeros(()).expand(*end.shape[:-1], 1))
     total = counts.sum(-2)
@@ -95,6 +97,7 @@ def received_order(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     is_row = expert < counts.shape[-1]
     size = counts.shape[-2] * capacity
     target = torch.where(is_row, place + shift.gather(-1, expert), size).flatten(-2)
+    # What is no row is written to one place more than there are, which is cut off.
     order = target.new_full((*target.shape[:-1], size + 1), -1)
     source = torch.arange(size, device=counts.device).expand(target.shape)
     return order.scatter(-1, target, source)[..., :-1].contiguous(), total

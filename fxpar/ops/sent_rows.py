@@ -218,6 +218,7 @@ def start_sizes(order: Tensor, counts: Tensor, received: Tensor) -> tuple[Tensor
     sizes = sizes_on_device(order, counts, received)
     if sizes.device.type != "cuda" or is_fake(sizes):
         return sizes.to("cpu"), None
+    # A copy into pageable memory waits for the device. One into pinned memory is queued, and an event tells its end.
     there = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True)
     there.copy_(sizes, non_blocking=True)
     event = torch.cuda.Event()
