@@ -253,9 +253,11 @@ class ShardSpec:
             InputError: another rank asks for another tensor.
         """
         what = f"the whole of {self.name}"
+        # All axes are asked before any is gathered: no rank may wait in a gather that another never joins.
         for axis, _ in self.cuts:
             nothing = torch.empty(0, dtype=torch.uint8, device=part.device)
             check_agreed(bool(exchanged(nothing, self.ranks.groups[axis], what)[1]), what)
+        # The innermost axis first: the blocks of an outer cut are complete only when the inner cuts are undone.
         for axis, placement in reversed(self.cuts):
             part = gathered(part, placement, self.ranks.groups[axis])
         return part

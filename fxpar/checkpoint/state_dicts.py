@@ -77,6 +77,8 @@ def full_state_dict(weights: RankTensors) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for entry in saved_once(weights).values():
         full, local = on_all(weights, entry), local_of(entry.tensor)
+        # A tensor that no axis cuts is the module's memory on a CPU. The next
+        # step would change it in the caller's hands.
         shares_memory = not local.is_meta and full.data_ptr() == local.data_ptr()
         tensors[entry.first] = full.to("cpu", copy=shares_memory)
     return {name: tensors[entry.first] for name, entry in saved_entries(weights).items()}
@@ -161,6 +163,7 @@ def _copy_parts(weights: RankTensors, state: Mapping[str, Any], remedy: str) -> 
     with torch.no_grad():
         for name, part in parts.items():
             target = local_of(tensors[name])
+            # torch.distributed.checkpoint has read into the module's memory already.
             if target.data_ptr() != part.data_ptr():
                 target.copy_(part)
 
@@ -258,6 +261,7 @@ def fingerprints(model: nn.Module) -> dict[str, str]:
             digests[name] = f"meta {value.dtype}{tuple(value.shape)}"
             continue
         flat = value.detach().reshape(-1)
+        # Samples suffice: weights of two initialisations differ nearly everywhere, and a digest of all would read all.
         some = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().cpu()
         data = some.view(torch.uint8).numpy().tobytes() if some.numel() else b""
         digests[name] = hashlib.sha256(f"{value.dtype}{tuple(value.shape)}".encode() + data).hexdigest()
@@ -322,6 +326,7 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def save_configuration(path: Path, model: nn.Module, tensors: Iterable[Tensor]) -> None:
     """Writes the configuration of a model of transformers. OSError where that cannot be."""
+    # A copy, because the author's configuration keeps its element type and architectures.
     config: Any = copy.deepcopy(getattr(model, "config", None))
     if hasattr(config, "save_pretrained"):
         config.architectures = [type(model).__name__]
