@@ -64,6 +64,7 @@ def compile_model(
     """
     captured = capture(model, batch, plan, loss, fixed)
     compilation = _compiled(captured, passes, review)
+    # Most models need no condition on their sizes, and are captured once.
     if not differentiated or is_differentiable(compilation.program):
         return compilation
     return _compiled(capture_differentiable(model, batch, plan, loss, fixed), passes, review)

@@ -226,6 +226,7 @@ def _examples(program: Program) -> dict[str, int]:
 def _others(program: Program) -> Iterator[dict[str, int]]:
     """All symbols doubled, one smaller, halved, one larger; then the same for each symbol alone."""
     example = _examples(program)
+    # A literal that happens to fit twice the example's size does not fit one less.
     other = {name: (2 * size, max(size - 1, 2), max(size // 2, 2), size + 1) for name, size in example.items()}
     for choice in range(4):
         yield {name: sizes[choice] for name, sizes in other.items()}

@@ -242,7 +242,7 @@ _MAKERS: dict[str, Callable[[_ScheduleSizes, int], _Made]] = {
     "forward_only": _forward_only,
 }
 SCHEDULES = tuple(_MAKERS)
-# Those whose order depends on the size of groups; those that wait forever with some sizes.
+# Those that would wait forever with some sizes, and those whose order depends on the size of groups.
 _BOUND = ("interleaved_1f1b", "zb_h1")
 _GROUPED = ("1f1b", *_BOUND, "forward_only")
 
