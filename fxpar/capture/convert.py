@@ -113,6 +113,7 @@ class _Conversion:
     @cached_property
     def names(self) -> dict[int, str]:
         """The first name of each of these, by identity."""
+        # Reversed, so that the first name of a tied tensor is entered last, and stays.
         return {id(tensor): fqn for fqn, tensor in reversed(list(self.tensors.items()))}
 
 
@@ -220,6 +221,7 @@ def _placeholders(
             raise CaptureError(
                 f"an input of kind {spec.kind.name} is not supported", where=f"%{node.name}", remedy="report this model"
             )
+    # Inputs are placed when all have declared their symbols, of which their types speak.
     for node, path in pending:
         mapping[node] = _placeholder(state, node, "", path)
         inputs.append(Input(path, mapping[node].name, tensor_type(mapping[node])))
@@ -246,6 +248,7 @@ def _constant(node: fx.Node, name: str, value: torch.Tensor) -> torch.Tensor:
 
 def _placeholder(state: _Conversion, node: fx.Node, fqn: str, place: str = "") -> fx.Node:
     name = re.sub(r"\W", "_", fqn) if fqn else node.name
+    # Names in nn.Sequential begin with a digit, which names of Python cannot.
     name = f"p_{name}" if name[0].isdigit() else name
     new = state.graph.create_node("placeholder", name, name=name)
     return set_note(new, Note(type=state.notes.placed_type(node, place or fqn), fqn=fqn.rpartition(".")[0]))
@@ -404,6 +407,7 @@ def _assumed(traced: Trace) -> Iterator[Any]:
 
 def _plain(expression: Any, replacements: Mapping[Any, Any]) -> Any:
     """Symbols that the trace replaced by others or by numbers, and the rest by their names' plain symbols."""
+    # A symbol may be replaced by one that is replaced itself. The bound ends a cycle.
     for _ in range(len(replacements) + 1):
         replaced = expression.xreplace(dict(replacements))
         if replaced == expression:

@@ -93,6 +93,7 @@ def _inline(
             _detach_writes(copies)
         outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
         if detach:
+            # What a region returns as it came keeps its gradient: no_grad changes no tensor that was there before.
             outputs = [value if value in args else _detached(graph, value) for value in map(_itself, outputs)]
     for user in list(node.users):
         if user.target is not operator.getitem:

@@ -90,6 +90,7 @@ def _check_memory(model: nn.Module) -> None:
     """Refuses trainable parameters in whose memory other tensors of the model lie: copies of it would not."""
     spans = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        # Spans are compared and not storages: many parameters may lie side by side in one storage.
         if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() and tensor.data_ptr():
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
             spans.append((tensor.data_ptr(), tensor.data_ptr() + last * tensor.element_size(), name, tensor))
