@@ -80,6 +80,7 @@ class Region:
         inner, there = note(node), call.fqn.split(BETWEEN_MODULES)
         fqn = there[0] or inner.fqn
         for module, other in zip(self.fqn.split(BETWEEN_MODULES), there, strict=False):
+            # With the dots, layers.1 is no prefix of layers.10.
             if module and f"{inner.fqn}.".startswith(f"{module}."):
                 fqn = other + inner.fqn[len(module) :]
                 break
@@ -169,6 +170,7 @@ def _write_out(graph: fx.Graph, call: fx.Node, region: Region, copies: dict[fx.N
     random, like = identities(call), note(call)
     for node in region.body:
         taken = takers.get(node, [])
+        # A result keeps the name that it has outside, by which other nodes and texts speak of it.
         name = taken[0].name if taken else f"{call.name}_{node.name}"
         new = inside[node] = copy_node(graph, node, inside, name)
         drawn = note(node).random

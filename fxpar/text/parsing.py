@@ -458,6 +458,7 @@ class _Reader:
             fail(f"passes what is no node to {region}", "pass one %name for each operand")
         if not isinstance(random, list) or not all(type(identity) is int for identity in random):
             fail("the identities of the draws are no list of numbers", "write random=[…]")
+        # A note is read for a node, and the call needs its note to be made.
         placeholder = self.graph.create_node("call_function", operator.getitem, name=name)
         like = read_note(scanner, placeholder, self.axes)
         self.graph.erase_node(placeholder)
@@ -470,6 +471,7 @@ class _Reader:
             else:
                 item.name = taker
                 self.nodes[taker] = item
+        # torch.fx gives no name twice, not even that of a node that was erased.
         call.name = name
         self.nodes[name] = call
 

@@ -98,12 +98,14 @@ def value_text(value: Any) -> str:
     if isinstance(value, torch.dtype) and value in DTYPE_NAMES:
         return f"dtype.{DTYPE_NAMES[value]}"
     if isinstance(value, torch.device):
+        # Without the index of the device: the text is the same for all ranks.
         return f"device.{value.type}"
     if isinstance(value, (torch.memory_format, torch.layout)):
         return str(value).replace("torch.", "memory_format." if isinstance(value, torch.memory_format) else "layout.")
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(value_text(v) for v in value) + "]"
     if isinstance(value, float):
+        # repr gives the shortest text that is read back as the same number.
         return "nan" if math.isnan(value) else repr(value)
     if isinstance(value, complex):
         return f"complex({value_text(value.real)}, {value_text(value.imag)})"
@@ -273,6 +275,7 @@ def print_program(program: Program) -> str:
     for region in regions(program):
         lines += region_text(region, program)
     for node in program.graph.nodes:
+        # The line of the call names who takes its results.
         is_result = node.target is operator.getitem and region_of(node.args[0]) is not None
         if node.op != "output" and not is_result:
             lines.append(node_text(node, program))

@@ -296,6 +296,7 @@ def check_call(name: str, target: Any, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # JSON itself would take the last of two equal names in silence.
     names = [name for name, _ in pairs]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
