@@ -70,6 +70,7 @@ class OtherOrder(TorchDispatchMode):
         """Calls an operator."""
         kwargs = kwargs or {}
         if func in _ADDITIONS:
+            # A sum in place writes into its first operand, which a moved copy is not.
             first = args[0] if func._schema.is_mutable else self._moved(args[0], 2)
             return func(first, self._moved(args[1], 2), *args[2:], **kwargs)
         if not _may_sum(func):
@@ -80,6 +81,7 @@ class OtherOrder(TorchDispatchMode):
         result = func(*moved_args, **moved_kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             return result
+        # What only moves elements rounds nothing: it is run on the true operands.
         moved = [t for t in pytree.tree_leaves((moved_args, moved_kwargs)) if _is_inexact_tensor(t)]
         return func(*args, **kwargs) if _is_moved(result, moved) else result
 

@@ -175,12 +175,14 @@ def _deviation(mine: Tensor, reference: Tensor, scale: float) -> float:
     """Largest difference over `scale`; infinite for other shapes, integers, infinities or NaNs."""
     if mine.shape != reference.shape or mine.dtype != reference.dtype:
         return float("inf")
+    # Equal infinities agree, and so do two NaNs, which compare as different.
     same = (mine == reference) | ((mine != mine) & (reference != reference))
     if bool(same.all()):
         return 0.0
     if not mine.is_floating_point() and not mine.is_complex():
         return float("inf")
     gap = float((mine - reference).abs()[~same].max()) / max(scale, 1e-30)
+    # A NaN on one side would fail no comparison with a tolerance.
     return gap if gap == gap else float("inf")
 
 
@@ -246,6 +248,7 @@ def compare(
                 errors["loss"] = max(errors["loss"], error)
             if error > peak:
                 worst, peak = f"gradient of {name}" if what == "gradient" else f"output {name}", error
+    # The last question takes further runs of the reference, so it is asked only where the others leave it open.
     ok = not large or (again is not None and max(large.values()) <= _MOST and _is_rounding(large, reference, again))
     return ValueReport(errors["loss"], errors["output"], errors["gradient"], worst, len(reference.gradients), ok)
 
