@@ -280,6 +280,7 @@ def own_rows(program: Program, batch: Any, coordinates: Mapping[str, int]) -> An
                     where=f"batch entry {path}",
                     remedy=f"pass at least {n}",
                 )
+            # Not chunk, which would make three parts of five rows for four ranks.
             part = part.tensor_split(n, placement.dim)[coordinates[axis]]
         parts.append(part)
     return pytree.tree_unflatten(parts, spec)

@@ -55,6 +55,7 @@ class UnitCall:
     def __call__(self, values: Values) -> None:
         """Takes from `values`, and puts there what it gives."""
         operands = [values[name] for name in self.takes]  # one may be taken twice
+        # Freed before the call: the function empties its list, and so memory is free at the last use inside of it.
         for name in self.frees:
             del values[name]
         for name, value in zip(self.gives, self.function(operands), strict=True):
@@ -182,6 +183,7 @@ class StepCalls:
             call(values)
             return
         owners = {value: fqn for fqn, value in ready.items()}
+        # A kernel may write a gradient straight into its buffer, which spares a copy behind it.
         with into([place.destination(owners[value]) if value in owners else None for value in call.gives]):
             call(values)
         placed = place({fqn: values[value] for fqn, value in ready.items()})

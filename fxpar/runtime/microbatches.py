@@ -41,6 +41,7 @@ class Microbatch:
     @property
     def random_state(self) -> Tensor:
         """Seed, step and microbatch."""
+        # Computed where the state is, so that the host waits for nothing.
         return torch.cat([self.step[:2], self.step[2:] + self.index])
 
 

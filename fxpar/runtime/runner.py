@@ -236,6 +236,7 @@ class Runner:
                 "no parameter that the loss reaches requires a gradient", where="train_step", remedy="unfreeze some"
             )
         whole = microbatch is None and self.waiting.is_idle
+        # Other outputs, such as logits, are left out, so that no step holds them to its end.
         names = tuple(n for n in steps.program.outputs if n in (name, COUNT) or is_counted(n) or is_buffer(n))
         step, sizes = steps.step((name,), frozenset(leaves), names), call.sizes
         steps.graphs.check(step)
@@ -247,6 +248,7 @@ class Runner:
         if microbatch is not None:
             tangent = tangent * weight(counted, microbatch)
         if scaler is not None:
+            # The tangent is scaled and not the loss: the caller gets the true loss.
             tangent = scaler.scale(tangent)
         place = Placing(self.buffers, leaves) if whole else None
         gradients = pending.backward({name: tangent}, whole=whole, place=place)
