@@ -262,6 +262,8 @@ def _moments(x: Tensor, dim: Any, correction: Any, keepdim: bool) -> tuple[Tenso
 def _root(variance: Tensor) -> Tensor:
     """The square root, whose gradient is 0 at 0 as PyTorch's of a deviation."""
     is_zero = variance == 0
+    # The inner where keeps the gradient of the root finite at 0. The outer
+    # one would multiply infinity by 0, which is NaN.
     return torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, variance).sqrt())
 
 

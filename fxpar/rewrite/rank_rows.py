@@ -91,6 +91,7 @@ class _Norm:
     def _count(self, x: fx.Node) -> fx.Node:
         """How many elements a channel has, for each: of dimensions of known sizes one element is looked at."""
         factor = 1
+        # From the last dimension on: removing one does not shift those in front of it.
         for dim in reversed(range(2, self._rank)):
             kind = tensor_type(x)
             if isinstance(kind.shape[dim], int):
