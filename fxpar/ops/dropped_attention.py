@@ -169,6 +169,7 @@ def dropped_attention(
         common.mask_at,
         _at(out),
         common.sizes,
+        # The kernel computes exp2, which a GPU has as an instruction, in place of exp.
         scale=scale * _LOG2E,
         **tiles.options(),
         **common.options,
@@ -312,6 +313,7 @@ class _Common:
             "DV": _parts(of_value),
         }
         return _Common(
+            # A kernel takes a pointer in any case. Without MASKED it does not read there.
             query if mask is None else mask,
             (0, 0, 0, 0) if mask is None else mask.expand(*query.shape[:-1], width).stride(),
             (heads, heads, height, width, d, of_value),
@@ -389,6 +391,7 @@ def draw(bits: Bits, batch: int, heads: int, height: int, width: int, is_causal:
         words,
         (heads, bits.heads, height, width),
         tuple(operand if isinstance(operand, Tensor) else bits.rng for operand in operands),
+        # The same 32 bits as a signed number.
         0 if isinstance(identity, Tensor) else (identity ^ _SIGN) - _SIGN,
         int(bits.p * 2**32) - _SIGN,
         CAUSAL=is_causal,

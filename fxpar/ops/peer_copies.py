@@ -116,6 +116,7 @@ def take_copies(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> 
         taken = symmetric_buffer.added(came).view(x.shape[1:])
     else:
         taken = torch.stack(came).view((line.size, *x.shape) if kind == _GATHER else x.shape)
+    # All bits set are NaN in every floating type, so that a read after the end shows in tests.
     if line.poisons:
         area.fill_(0xFF)
     line.end(buffer)
