@@ -57,6 +57,7 @@ def remembers_hash(kind: _Class) -> _Class:
         try:
             return self._hash  # type: ignore[no-any-return]
         except AttributeError:
+            # Through the dict, because a frozen dataclass refuses to be assigned to.
             computed = self.__dict__["_hash"] = compute(self)
             return computed
 

@@ -204,6 +204,7 @@ def _read(node: ast.expr, text: str) -> Size:
         return symbol(node.id)
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         left, right = _read(node.left, text), _read(node.right, text)
+        # A power of numbers, such as 9**9**9, may not fit into memory.
         if isinstance(node.op, ast.Pow) and (isinstance(left, int) or right not in range(_LARGEST_EXPONENT + 1)):
             raise _no_size(text)
         return _BINARY[type(node.op)](left, right)
