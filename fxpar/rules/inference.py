@@ -216,6 +216,7 @@ def _in_backward(layout: Layout) -> Layout:
 def _operation(node: fx.Node, context: Context) -> Sequence[Layout]:
     rows = tuple((axis, context.row_wise.of(node, axis)) for axis in context.axes)
     flags = tuple(context.carries), tuple(context.outputs), context.local, context.composite
+    # Equal layers ask the same questions, so each is inferred once.
     key = (question(node), tuple(context.layouts), flags, tuple(context.axes.items()), rows)
     if key not in context.answers:
         context.answers[key] = tuple(_inferred(node, context))

@@ -232,6 +232,7 @@ def _followed(node: fx.Node, placement: Placement, n: int, weights: Weights, arr
             if outputs and any(p.is_shard for p in outputs) and user not in trail.seen:
                 trail.seen[user] = outputs
                 waiting.append(user)
+    # From the end on: what a view did behind a value, it did behind all values before that.
     for key, before in reversed(passed):
         weights.rests[key] = replace(before, factored=trail.factored, inner=trail.inner)
         trail.factored |= before.factored
