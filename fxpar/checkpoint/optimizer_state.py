@@ -276,6 +276,7 @@ def encode(value: Any, where: str) -> Any:
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
+        # JSON has neither infinities nor NaN.
         return value if math.isfinite(value) else {"float": repr(value)}
     if type(value) in (list, tuple):
         encoded = [encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
@@ -299,6 +300,7 @@ def _encode_mapping(value: dict[Any, Any], where: str) -> Any:
     items = [[encode(key, f"{where}: a key"), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
     if type(value) is Counter:
         return {"counter": items}
+    # A dict whose only key is a tag would be read back as what the tag stands for.
     if all(type(key) is str for key in value) and not (len(value) == 1 and next(iter(value)) in _TAGS):
         return dict(items)
     return {"items": items}
