@@ -273,6 +273,7 @@ def _drawing(digest: bytes, device: torch.device) -> Iterator[None]:
         torch.default_generator.manual_seed(number)
         if device.type != "cpu":
             torch.get_device_module(device).manual_seed(number)
+        # numpy takes seeds of 32 bits alone.
         np.random.seed(int.from_bytes(digest[:4], "little"))
         random.seed(digest)
         try:

@@ -353,6 +353,7 @@ class Reader:
                 block = self._counted(slices[piece.slices])
                 part = block.new_zeros(shape) if part is None else part
                 piece.within(part).copy_(block)
+            # A part that is all padding reads nothing. The empty slice tells the file's type.
             return slices[tuple(slice(0, 0) for _ in shape)].new_zeros(shape) if part is None else part
         except (SafetensorError, OSError) as error:
             raise CheckpointError(

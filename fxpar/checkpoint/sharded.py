@@ -108,6 +108,7 @@ class Sharded(DTensor):
         if requested == self.placements:
             return self
         if requested is None or all(isinstance(p, Replicate) for p in requested):
+            # A check would be a further collective, and the parts were gathered just now.
             return DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
         raise InputError(
             f"cannot be placed as {list(requested)}", where=self.place.name, remedy="use full_tensor() and cut that"
@@ -286,6 +287,7 @@ class ShardedParameter(Sharded):
         gradient = self.leaf.grad
         if gradient is None:
             self._gradient = None
+        # The same object as long as the gradient is the same, as plain parameters have it.
         elif self._gradient is None or self._gradient._local_tensor is not gradient:
             self._gradient = Sharded(gradient, self.place)
         return self._gradient
