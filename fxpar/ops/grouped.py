@@ -354,6 +354,7 @@ def outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     sums = left.new_zeros(counts.shape[0], left.shape[-1], right.shape[-1])
     if _is_recorded(left):
         for e, mask in enumerate(_masks(counts, left.shape[0])):
+            # Both are masked: rows that are nobody's may hold NaN, and 0 times NaN is NaN.
             sums[e] = torch.where(mask, left, 0).mT @ torch.where(mask, right, 0)
         return sums
     for e, start, end in _runs(counts):

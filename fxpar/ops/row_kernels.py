@@ -255,6 +255,7 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
         share = 1.0 / (1.0 + tl.exp(-gate))
         if IS_BACKWARD:
             gradient = tl.load(gradient_ptr + single, mask=is_read, other=0.0).to(SUM)
+            # With s the sigmoid of g, the derivative of g·s is s·(1 + g·(1 - s)).
             for_gate = gradient * up * share * (1.0 + gate * (1.0 - share))
             tl.store(out_ptr + first, for_gate.to(out_ptr.dtype.element_ty), mask=is_written)
             tl.store(out_ptr + first + width, (gradient * gate * share).to(out_ptr.dtype.element_ty), mask=is_written)

@@ -304,6 +304,7 @@ def logsumexp_backward(
     dim = dims if isinstance(dims, int) else dims[0]
     if not keepdim:
         gradient, out = gradient.unsqueeze(dim), out.unsqueeze(dim)
+    # A row that is -inf throughout has no gradient. Without this its exponent would be -inf less -inf, which is NaN.
     out = _wide(out).masked_fill(out == float("-inf"), 0.0)
     return block.hide_padding((_wide(x) - out).exp() * gradient, dim % x.dim(), 0.0).to(x.dtype)
 

@@ -194,6 +194,7 @@ def _run(
     (rows, width), size, choices = like.shape, len(areas), chosen.shape[-1]
     columns = min(triton.next_power_of_2(width), _COLUMNS)
     tile = _TILE // columns
+    # Chunks have more rows where there would be more chunks than flags.
     chunk_rows = tile * max(_TILES, triton.cdiv(rows, FLAGS // size * tile))
     _kernel(way, size, rank, x.dtype)[(_SENDING + _TAKING,)](
         x,
