@@ -395,6 +395,7 @@ def _answered(
     answers[function.__name__] = answering(original)
     namespace: dict[str, Any] = {}
     exec(f"def asked(): return _answer_of_fxpar[{function.__name__!r}]()", namespace)
+    # Code takes the place only of code with as many free variables, so this one has none and finds its answer by name.
     function.__code__ = namespace["asked"].__code__
     try:
         yield

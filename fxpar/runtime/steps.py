@@ -81,6 +81,7 @@ class FinishedForward:
             place: of a whole backward: called with gradients by parameter as soon as they are there, gives them where
                 they are to stay.
         """
+        # Taken away from here, so that each value is freed at its last use in the backward.
         calls, saved, self.own = self.calls, self.own, {}
         if calls.whole != whole:  # for another backward than the one that was expected
             calls = eager_calls(self.step, whole=whole)

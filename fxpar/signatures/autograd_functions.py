@@ -259,6 +259,7 @@ def impurity(call: OpCall, known: Set[str]) -> str:
         traces = _cached(target, resized)
         if isinstance(traces, str):
             return f"cannot be traced ({traces})"
+        # Dropout is element-wise, but a rank would draw bits of its own.
         allowed = (known | _DERIVATIVES | set(_ZEROS)) - set(_RANDOM)
         other = next((text for traced in traces if (text := _not_pointwise(traced, allowed))), "")
         if other:
