@@ -147,11 +147,13 @@ def _geometric(draw: RandomEmitter) -> fx.Node:
     p = draw.given["p"]
     if not 0 < p < 1:
         refuse(draw.node)
+    # More than k tries have the probability (1 - p)^k, which is inverted at a uniform number.
     tries = draw.call(aten.mul.Tensor, draw.call(aten.log.default, draw.uniform()), 1 / math.log1p(-p))
     return draw.call(aten.clamp_min.default, draw.call(aten.ceil.default, tries), 1.0)
 
 
 def _cauchy(draw: RandomEmitter) -> fx.Node:
+    # The quantile function: median + sigma · tan(π · (u - 1/2)).
     angle = draw.call(aten.mul.Tensor, draw.scaled(draw.uniform(), 1, -0.5), math.pi)
     return draw.scaled(draw.call(aten.tan.default, angle), draw.given["sigma"], draw.given["median"])
 

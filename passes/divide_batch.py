@@ -62,6 +62,7 @@ def divide_batch(program: Program) -> Program:
         program = divide_sizes(program, n, {name}, where=axis_that(Cuts.BATCH), remedy=remedy)
         keep_rows(program, name)
         for node in program.graph.nodes:
+            # A rank would read the size of its part here, and `size` gives that of the whole.
             if node.target is aten.sym_size.int and name in names((scalar(node),)):
                 (source,), dim = operands(node), int(bind_arguments(node)["dim"])
                 node.target, node.args, node.kwargs = size, (source, dim % len(tensor_type(source).shape)), {}
