@@ -116,7 +116,7 @@ class DerivativeCache:
             needed: for each operand whether a gradient is.
         """
         gradients = [t for t in tangents if t is not None]
-        # A form reads what was turned, where that is turned back.
+        # `_turned` cancels two transposes, and then reads the operand of the first: it counts as an input.
         turned = [t.args[0] for t in gradients if t.target is aten.t.default and isinstance(t.args[0], fx.Node)]
         inputs = (*operands(node), *items.values(), *gradients, *turned)
         places: dict[fx.Node, int] = {}
