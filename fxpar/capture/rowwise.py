@@ -331,6 +331,7 @@ def _of_count(value: Tensor, times: int, rows: int, count: int) -> Tensor:
         return value
     repeated: Tensor = value.unflatten(0, (rows, times))[torch.arange(count, device=value.device) % rows]
     if value.is_floating_point() or value.is_complex():
+        # Repeated rows differ by a factor: a mean of equal rows, say, would not show.
         factors = 1 + torch.arange(count, device=value.device).div(rows, rounding_mode="floor") / 8
         repeated = repeated * factors.to(value.dtype).view(-1, *[1] * (repeated.dim() - 1))
     return repeated.flatten(0, 1)
