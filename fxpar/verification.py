@@ -1,7 +1,7 @@
 """One call that proves a model's split: `verify(model, batch, plan)`.
 
-Enters: a model, a batch and a plan. Leaves: a `Verification`, also where a check failed, so that tests and the command
-line can say what did.
+Enters: a model, a batch and a plan. Leaves: a `Verification`, even if the values deviate, so that tests and the command
+line can say which ones do.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ LEVELS = ("static", "values")
 
 @dataclass(frozen=True)
 class Verification:
-    """What was proved.
+    """Says what was proved of a split program.
 
     Attributes:
-        ok: everything asked for holds.
-        level: static or values.
+        ok: whether all checks of the level succeeded.
+        level: `static` or `values`.
         program: the localised program.
-        split_flops: share of the matrix FLOPs that tp divides; `uncounted` operators are no part of them.
-        checks: names of the static checks that hold of the program.
-        values: deviations from the single device; None at level static.
+        split_flops: the share of the matrix FLOPs that tp divides, without those of `uncounted` operators.
+        checks: names of the static checks that succeeded.
+        values: deviations from the single device; None at level `static`.
     """
 
     ok: bool
@@ -55,7 +55,7 @@ class Verification:
         return self.program.plan.operators.batchwise_ops if self.program.plan.data_ranks > 1 else ()
 
     def to_json(self) -> dict[str, Any]:
-        """A plain mapping for machines."""
+        """Returns plain mappings, lists, numbers and strings."""
         report: dict[str, Any] = {"ok": self.ok, "level": self.level, "split_flops": self.split_flops}
         report["uncounted"] = uncounted(self.program)
         report["checks"] = list(self.checks)
@@ -78,11 +78,15 @@ def verify(
     """Compiles the model for all ranks and proves the result.
 
     Args:
-        model: in the mode to verify (training, with dropout on, says most). Needs weights at level values. It has the
-            plan's precision meanwhile, and is left as it was.
+        model: the model in the mode to verify; training mode with dropout on proves most. It needs weights at level
+            `values`. It is cast to the plan's precision meanwhile, and restored at the end.
         batch: as for `parallelize`.
-        level: `static`, or `values`: the captured graph is the eager module, and all simulated ranks give the single
-            device's loss, outputs and parameter gradients within 1e-10 in float64.
+        plan: how to split.
+        level: `static` runs the static checks. `values` also checks that the captured graph is the eager module, and
+            that all simulated ranks compute what one device computes: loss, outputs and parameter gradients, within
+            1e-10 in float64.
+        loss: as for `parallelize`.
+        passes: as for `parallelize`.
 
     Raises:
         FxparError: capture, a pass or a static check refused the model.
@@ -108,10 +112,10 @@ def verify(
 
 
 def expect(verification: Verification) -> Verification:
-    """The verification itself where it is ok.
+    """Returns the verification if it is ok.
 
     Raises:
-        CheckFailed: it is not; names the worst tensor and its deviation.
+        CheckFailed: it is not ok; names the worst tensor and its deviation.
     """
     if not verification.ok and verification.values is not None:
         v = verification.values
