@@ -303,31 +303,31 @@ def _imbalance(counts: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class Report:
-    """What a split program costs, and what is not split and why. Made by `fxpar.cost.make_report`.
+    """Says what a split program costs, and what is not split and why. `fxpar.cost.make_report` makes it.
 
-    Memory is that of eager execution, counted on tensors: a compiled program keeps at most as much. What kernels use
+    Memory is that of eager execution, counted on tensors; a compiled program keeps at most as much. What kernels use
     inside and the allocator's rounding come on top.
 
     Attributes:
-        name: of the model.
-        plan: as `Plan.to_dict`.
-        sizes: of the inputs by symbol.
-        optimizer: its kind.
+        name: the model's name.
+        plan: the plan, as `Plan.to_dict` returns it.
+        sizes: sizes of the inputs by symbol.
+        optimizer: the kind of optimizer whose state is counted.
         device: type of the device whose kernels are assumed.
-        passes: in order.
-        collectives: by operation, axis and phase.
-        copied_into: bytes of a rank's memory into which others copy, so far; of a program that does not run, none.
-        size: parameters.
+        passes: the passes in order.
+        collectives: the collectives by operation, axis and phase.
+        copied_into: bytes of a rank's memory into which others copy so far; 0 for a program that does not run.
+        size: elements and bytes of the parameters, and the share of FLOPs that is split.
         ranks: memory of each rank.
-        modules: memory of a rank by part of the model; all ranks' are equal.
-        activations: closed form of `RankMemory.activations`; empty where there is none.
+        modules: memory of a rank by part of the model, which is equal on all ranks.
+        activations: closed form of `RankMemory.activations`; empty if there is none.
         peak: when most of a step is alive; its bytes leave out parameters, buffers, inputs and optimizer state.
-        phases: when most is alive in each phase, of which `peak` is the largest.
-        largest: the largest tensor of a step that is no parameter, and where it is made.
+        phases: when most is alive in each phase; `peak` is the largest of these.
+        largest: the largest tensor of a step that is not a parameter, and where it is made.
         inputs: bytes of the batch, which `RankMemory.peak` includes.
         unsplit: matrices that every rank holds whole.
         without_rule: operators that no rule can split.
-        remarks: what was checked of the capture, and what else the plan asked for and did not get.
+        remarks: what was checked of the capture, and what the plan wanted and did not get.
         stages: of a pipeline; empty without one. Then `ranks` counts all microbatches in flight, `peak`, `phases` and
             `largest` are those of one microbatch on the stage whose rank holds most, and all else is of one microbatch
             on all stages.
