@@ -22,55 +22,55 @@ TENSOR_PARALLEL: dict[str, Any] = {"tp": 2, "split": SPLIT}
 assert_close = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
 
 
-def assert_goes_on(found: Found, wanted: Found) -> None:
-    assert_close(found["losses"], wanted["losses"])
-    assert found["state"].keys() == wanted["state"].keys()
-    assert_close(found["state"], wanted["state"])
-    assert found["position"] == {"batch": 2}
-    assert found["step"] == wanted["step"] == 4
+def assert_goes_on(results: Found, expected: Found) -> None:
+    assert_close(results["losses"], expected["losses"])
+    assert results["state"].keys() == expected["state"].keys()
+    assert_close(results["state"], expected["state"])
+    assert results["position"] == {"batch": 2}
+    assert results["step"] == expected["step"] == 4
 
 
 def test_a_training_goes_on_under_other_plans(world2: World, world4: World, tmp_path: Path) -> None:
-    wanted = jobs.saved(tmp_path / "one", {})
+    expected = jobs.saved(tmp_path / "one", {})
     for world, folder, options in ((world2, "two", {}), (world4, "four", TENSOR_PARALLEL)):
-        for found in world.run(jobs.saved, tmp_path / folder, options):
-            assert_close(found["state"], wanted["state"])
-            assert found["path"].parent == tmp_path / folder
+        for results in world.run(jobs.saved, tmp_path / folder, options):
+            assert_close(results["state"], expected["state"])
+            assert results["path"].parent == tmp_path / folder
     for folder in ("one", "two", "four"):
-        assert_goes_on(jobs.resumed(tmp_path / folder, {}), wanted)
-        for found in world2.run(jobs.resumed, tmp_path / folder, {}):
-            assert_goes_on(found, wanted)
-        for found in world4.run(jobs.resumed, tmp_path / folder, TENSOR_PARALLEL):
-            assert_goes_on(found, wanted)
+        assert_goes_on(jobs.resumed(tmp_path / folder, {}), expected)
+        for results in world2.run(jobs.resumed, tmp_path / folder, {}):
+            assert_goes_on(results, expected)
+        for results in world4.run(jobs.resumed, tmp_path / folder, TENSOR_PARALLEL):
+            assert_goes_on(results, expected)
 
 
 @pytest.mark.matrix
 def test_several_stages_a_rank_go_on_from_one_each(world2: World, tmp_path: Path) -> None:
-    wanted = jobs.saved(tmp_path, {})
-    for found in world2.run(jobs.resumed, tmp_path, {"virtual_stages": 2}):
-        assert_goes_on(found, wanted)
+    expected = jobs.saved(tmp_path, {})
+    for results in world2.run(jobs.resumed, tmp_path, {"virtual_stages": 2}):
+        assert_goes_on(results, expected)
 
 
 def check(ranks: list[Found]) -> None:
     state = deep({}).full_state_dict()
     names = {"embed.weight", "head.weight"}
-    assert set().union(*(found["own"] for found in ranks)) == state.keys()
-    assert set.intersection(*(set(found["own"]) for found in ranks)) == names | {"scale"}
-    for found in ranks:
-        assert found["state"].keys() == state.keys()
-        assert_close(found["state"], state, atol=0)
+    assert set().union(*(results["own"] for results in ranks)) == state.keys()
+    assert set.intersection(*(set(results["own"]) for results in ranks)) == names | {"scale"}
+    for results in ranks:
+        assert results["state"].keys() == state.keys()
+        assert_close(results["state"], state, atol=0)
         # Tied words are saved once.
-        assert found["files"].keys() == state.keys() - {"head.weight"}
-        assert_close(found["files"], {n: v for n, v in state.items() if n != "head.weight"}, atol=0)
+        assert results["files"].keys() == state.keys() - {"head.weight"}
+        assert_close(results["files"], {n: v for n, v in state.items() if n != "head.weight"}, atol=0)
         # What other ranks hold is no module's own name here.
-        assert len(found["names"]) < len(state) - 2
-        assert found["is spoilt"]
-        assert all(found[way] for way in ("safetensors", "parts", "whole as parts", "full"))
-        assert found["misfits"] == []
-        assert found["lacking"][:3] == ("CheckpointError", "state dict", "lacks up.0.bias")
+        assert len(results["names"]) < len(state) - 2
+        assert results["is spoilt"]
+        assert all(results[way] for way in ("safetensors", "parts", "whole as parts", "full"))
+        assert results["misfits"] == []
+        assert results["lacking"][:3] == ("CheckpointError", "state dict", "lacks up.0.bias")
         for way in ("odd", "odd parts"):
-            assert found[way][:3] == ("CheckpointError", "state dict", "has the unknown odd")
-        assert found["shape"][:3] == (
+            assert results[way][:3] == ("CheckpointError", "state dict", "has the unknown odd")
+        assert results["shape"][:3] == (
             "CheckpointError",
             "up.0.bias",
             "has shape [3] and must be a tensor of shape [12]",
@@ -85,12 +85,12 @@ def test_state_dicts_and_checkpoints_are_the_whole_models_on_every_rank(world2: 
     empty.unused = torch.nn.Parameter(torch.randn(3, dtype=torch.float64))
     empty.scale, empty.shift = torch.tensor(0.5, dtype=torch.float64), torch.arange(6.0, dtype=torch.float64)
     initial = fxpar.materialize(empty).state_dict()
-    for found in world2.run(jobs.made, tmp_path / "whole", {}):
-        assert_close(found["initial"], initial, atol=0)
-        assert_close(found["read"], deep({}).full_state_dict(), atol=0)
+    for results in world2.run(jobs.made, tmp_path / "whole", {}):
+        assert_close(results["initial"], initial, atol=0)
+        assert_close(results["read"], deep({}).full_state_dict(), atol=0)
         # A rank makes and reads what it holds, and nothing else.
-        assert found["held"][0] == found["held"][1]
-        assert found["bytes read"][0] == found["bytes read"][1]
+        assert results["held"][0] == results["held"][1]
+        assert results["bytes read"][0] == results["bytes read"][1]
 
 
 @pytest.mark.matrix

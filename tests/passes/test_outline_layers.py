@@ -91,7 +91,7 @@ def test_written_out_calls_are_what_was_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "reason"),
     [
         (" * 1", " * 1", ""),  # nothing is changed, nothing is told
         ("aten.mul.Tensor(%a1_3, 4.5)", "aten.mul.Tensor(%a1_3, 4.25)", "literal"),
@@ -99,11 +99,11 @@ def test_written_out_calls_are_what_was_there() -> None:
         ("aten.mul.Tensor(%a1_3, 4.5)", "aten.mul.Tensor(%start, 4.5)", "outer operand"),
     ],
 )
-def test_what_differs_in_one_layer_is_not_called(old: str, new: str, told: str) -> None:
+def test_what_differs_in_one_layer_is_not_called(old: str, new: str, reason: str) -> None:
     program = parse_program(print_program(_stack(4)).replace(old, new))
     found = outline_layers(program.copy())
     calls = [node for node in found.graph.nodes if region_of(node) is not None]
-    assert (len(calls) < 4) == bool(told)
+    assert (len(calls) < 4) == bool(reason)
     assert has_same_dataflow(inlined(found), program)
 
 
@@ -118,7 +118,7 @@ def _text(old: str, new: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "reason"),
     [
         ("region.layer(%start, %fxpar", "region.layer(%fxpar", "passes 1 values"),
         ("region.layer(%start, ", "region.layer(%fxpar_random_state, ", r"passes i64\[3\]"),
@@ -128,13 +128,13 @@ def _text(old: str, new: str) -> str:
         ("%start = operand : f32[b, 8] tp:I", "%start = operand : f32[b, 8] tp:R", "passes f32"),
     ],
 )
-def test_the_checks_descend_into_regions(old: str, new: str, told: str) -> None:
-    with pytest.raises(CheckFailed, match=told):
+def test_the_checks_descend_into_regions(old: str, new: str, reason: str) -> None:
+    with pytest.raises(CheckFailed, match=reason):
         verify_static(parse_program(_text(old, new)))
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "reason"),
     [
         ("region.layer(", "region.other(", "region.other is unknown"),
         (" gives %y0", "", "takes 0 of the 1 results"),
@@ -147,8 +147,8 @@ def test_the_checks_descend_into_regions(old: str, new: str, told: str) -> None:
         ("random=[7]", "seed=[7]", "takes no seed"),
     ],
 )
-def test_a_malformed_region_is_refused(old: str, new: str, told: str) -> None:
-    with pytest.raises(TextError, match=told):
+def test_a_malformed_region_is_refused(old: str, new: str, reason: str) -> None:
+    with pytest.raises(TextError, match=reason):
         parse_program(_text(old, new))
 
 

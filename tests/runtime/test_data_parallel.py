@@ -38,21 +38,21 @@ def test_ten_steps_are_those_of_one_process(
     world4: World, name: str, tp: int, dp: int, sequence: bool, count: int
 ) -> None:
     """Losses, clipped norms and weights, with dropout, uneven counts of words, and microbatches."""
-    wanted = alone(name, count)
-    for found in world4.run(data_jobs.train, name, tp, dp, sequence, count, STEPS):
-        assert found["losses"] == pytest.approx(wanted["losses"], abs=1e-5)
-        assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
-        assert_same(found["state"], wanted["state"], 1e-5)
+    expected = alone(name, count)
+    for results in world4.run(data_jobs.train, name, tp, dp, sequence, count, STEPS):
+        assert results["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+        assert results["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        assert_same(results["state"], expected["state"], 1e-5)
 
 
 @pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_gradients_of_microbatches_are_summed_once_a_step(world4: World, sequence: bool) -> None:
-    wanted = data_jobs.microbatches(ONE_LAYER, 1, 1, False)
+    expected = data_jobs.microbatches(ONE_LAYER, 1, 1, False)
     # Of the joined group one sum, of data ranks one, with sequence parallelism; else the second alone.
-    for found in world4.run(data_jobs.microbatches, ONE_LAYER, 2, 2, sequence):
-        assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
-        assert_same(found["gradients"], wanted["gradients"], 2e-6)
-        assert len(found["sums"]) == (2 if sequence else 1)
+    for results in world4.run(data_jobs.microbatches, ONE_LAYER, 2, 2, sequence):
+        assert results["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        assert_same(results["gradients"], expected["gradients"], 2e-6)
+        assert len(results["sums"]) == (2 if sequence else 1)
 
 
 # Two layers, each with a fused weight whose key and value both tensor parallel ranks hold.
@@ -74,17 +74,17 @@ SHARED_SUMS = [78912, 2 * 24 * 96]
 def test_what_tensor_parallel_ranks_share_is_summed_once_a_step_on_each_axis(
     request: pytest.FixtureRequest, name: str, dp: int, sums: list[int]
 ) -> None:
-    wanted = data_jobs.microbatches(name, 1, 1, False)
-    for found in request.getfixturevalue(f"world{2 * dp}").run(data_jobs.microbatches, name, 2, dp, False):
-        assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
-        assert_same(found["gradients"], wanted["gradients"], 2e-6)
-        assert found["sums"] == sums
+    expected = data_jobs.microbatches(name, 1, 1, False)
+    for results in request.getfixturevalue(f"world{2 * dp}").run(data_jobs.microbatches, name, 2, dp, False):
+        assert results["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        assert_same(results["gradients"], expected["gradients"], 2e-6)
+        assert results["sums"] == sums
 
 
 @pytest.mark.matrix
 def test_what_is_shared_is_summed_once_in_mixed_precision_too(world4: World) -> None:
-    for found in world4.run(data_jobs.microbatches, SHARED, 2, 2, False, "bf16"):
-        assert found["sums"] == SHARED_SUMS
+    for results in world4.run(data_jobs.microbatches, SHARED, 2, 2, False, "bf16"):
+        assert results["sums"] == SHARED_SUMS
     for apart in world4.run(data_jobs.microbatches_apart, SHARED, 2, 2):
         assert [n for n, (error, size) in apart.items() if error > 1e-5 * max(size, 1e-3)] == []
 
@@ -99,19 +99,19 @@ def test_what_one_layer_shares_is_summed_in_the_main_type(world4: World) -> None
 # Of the model whose programs other tests have made with sequence parallelism.
 @pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_norms_by_torch_and_by_the_module_are_the_true_one(world4: World, sequence: bool) -> None:
-    wanted, _ = data_jobs.torch_clips(ONE_LAYER, 1, 1, False)
+    expected, _ = data_jobs.torch_clips(ONE_LAYER, 1, 1, False)
     for mine, torchs in world4.run(data_jobs.torch_clips, ONE_LAYER, 2, 2, sequence):
-        assert mine == pytest.approx(wanted, rel=1e-5)
-        assert torchs == pytest.approx(wanted, rel=1e-5)
+        assert mine == pytest.approx(expected, rel=1e-5)
+        assert torchs == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_outputs_are_tensors_of_both_axes(world4: World, sequence: bool) -> None:
-    wanted = data_jobs.outputs(ONE_LAYER, 1, 1, False)
-    for found in world4.run(data_jobs.outputs, ONE_LAYER, 2, 2, sequence):
-        assert found["kind"] == "DTensor"
-        assert found["placements"] == "(Shard(dim=0), Shard(dim=2))"
-        assert_same({"logits": found["logits"]}, {"logits": wanted["logits"]}, 1e-5)
+    expected = data_jobs.outputs(ONE_LAYER, 1, 1, False)
+    for results in world4.run(data_jobs.outputs, ONE_LAYER, 2, 2, sequence):
+        assert results["kind"] == "DTensor"
+        assert results["placements"] == "(Shard(dim=0), Shard(dim=2))"
+        assert_same({"logits": results["logits"]}, {"logits": expected["logits"]}, 1e-5)
 
 
 @pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.matrix)])
@@ -122,11 +122,11 @@ def test_a_step_sends_and_holds_what_the_report_says(world4: World, sequence: bo
 
 
 def test_calls_that_differ_are_refused_before_they_hang(world4: World) -> None:
-    for found in world4.run(data_jobs.refusals, 2, 2):
-        wheres = [where for where, _ in found]
+    for results in world4.run(data_jobs.refusals, 2, 2):
+        wheres = [where for where, _ in results]
         assert all("input_ids" in where for where in wheres[:3])
         assert wheres[3:] == ["batch entry input_ids", "batch"]
-        assert found[3][1] == "has 1 rows in dimension 0, fewer than the 2 ranks of dp"
+        assert results[3][1] == "has 1 rows in dimension 0, fewer than the 2 ranks of dp"
 
 
 @pytest.mark.matrix
@@ -134,10 +134,10 @@ def test_calls_that_differ_are_refused_before_they_hang(world4: World) -> None:
 def test_a_training_goes_on_under_other_axes(world4: World, tmp_path: Path, tp: int, dp: int) -> None:
     """Saved by 2 x 2 ranks, taken up by 1 x 4, by 4 x 1 and by one process."""
     (state, *_) = world4.run(data_jobs.saved, str(tmp_path), 2, 2)
-    wanted = data_jobs.resumed(str(tmp_path), 1, 1)
-    assert wanted["position"] == 7
-    assert_same(wanted["before"], state, 0.0)
-    for found in world4.run(data_jobs.resumed, str(tmp_path), tp, dp):
-        assert_same(found["before"], state, 0.0)
-        assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
-        assert_same(found["after"], wanted["after"], 1e-5)
+    expected = data_jobs.resumed(str(tmp_path), 1, 1)
+    assert expected["position"] == 7
+    assert_same(expected["before"], state, 0.0)
+    for results in world4.run(data_jobs.resumed, str(tmp_path), tp, dp):
+        assert_same(results["before"], state, 0.0)
+        assert results["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        assert_same(results["after"], expected["after"], 1e-5)

@@ -11,9 +11,9 @@ from tests.runtime.jobs import Found
 from tests.runtime.world import World
 
 
-def assert_no_route_is_missed(found: Found) -> None:
-    assert found.keys() == jobs.ROUTES.keys()
-    for name, (changed, missed) in found.items():
+def assert_no_route_is_missed(results: Found) -> None:
+    assert results.keys() == jobs.ROUTES.keys()
+    for name, (changed, missed) in results.items():
         assert changed > 0, f"{name} changes nothing"
         assert missed == [], name
 
@@ -25,77 +25,77 @@ def test_no_write_is_missed_on_one_process() -> None:
 
 
 def test_no_write_is_missed_on_two_ranks(world2: World) -> None:
-    for found in world2.run(jobs.routes):
-        assert_no_route_is_missed(found)
-    for found in world2.run(jobs.unseen):
-        assert set(map(tuple, found.values())) == {()}
+    for results in world2.run(jobs.routes):
+        assert_no_route_is_missed(results)
+    for results in world2.run(jobs.unseen):
+        assert set(map(tuple, results.values())) == {()}
 
 
 def test_values_are_cast_once_a_step() -> None:
-    found = jobs.counts()
-    every = found["step"]
+    results = jobs.counts()
+    every = results["step"]
     assert every == 8  # words once
-    assert [found[key] for key in ("second microbatch", "plain microbatch", "after clipping")] == [0, 0, 0]
-    assert found["after the optimizer, before zero_grad"] == found["next step"] == every
-    assert found["two calls"] == 0.0
-    assert "modified" in found["late backward"]
+    assert [results[key] for key in ("second microbatch", "plain microbatch", "after clipping")] == [0, 0, 0]
+    assert results["after the optimizer, before zero_grad"] == results["next step"] == every
+    assert results["two calls"] == 0.0
+    assert "modified" in results["late backward"]
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.matrix)])
 def test_gradients_and_state_are_float32(world2: World, precision: str) -> None:
-    for found in (jobs.gradients_are_float32(precision), *world2.run(jobs.gradients_are_float32, precision)):
-        assert found["kinds"] == {torch.float32}
-        assert found["gap"] < 1e-5  # a sum of a hundred in bf16 would stop at 2^8 of its last place
-        assert found["unused"] is None
+    for results in (jobs.gradients_are_float32(precision), *world2.run(jobs.gradients_are_float32, precision)):
+        assert results["kinds"] == {torch.float32}
+        assert results["gap"] < 1e-5  # a sum of a hundred in bf16 would stop at 2^8 of its last place
+        assert results["unused"] is None
 
 
-def assert_alike(found: Found, wanted: Found, tolerance: float) -> None:
-    assert found["losses"] == pytest.approx(wanted["losses"], rel=2**-6)
-    for name, value in wanted["weights"].items():
-        assert found["weights"][name].dtype == torch.float32
-        gap = float((found["weights"][name] - value).abs().max() / value.abs().max())
+def assert_alike(results: Found, expected: Found, tolerance: float) -> None:
+    assert results["losses"] == pytest.approx(expected["losses"], rel=2**-6)
+    for name, value in expected["weights"].items():
+        assert results["weights"][name].dtype == torch.float32
+        gap = float((results["weights"][name] - value).abs().max() / value.abs().max())
         assert gap < tolerance, f"{name} differs by {gap:.1e}"
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_training_is_that_of_a_loop_by_hand(world2: World, fused: bool) -> None:
-    wanted = jobs.by_hand(8, 1e-2)
-    assert wanted["losses"][-1] < wanted["losses"][0] - 0.5
+    expected = jobs.by_hand(8, 1e-2)
+    assert expected["losses"][-1] < expected["losses"][0] - 0.5
     alone = jobs.train("bf16", 8, 1e-2, fused=fused)
-    assert_alike({**alone, "weights": {n: alone["weights"][n] for n in wanted["weights"]}}, wanted, 2**-6)
-    for found in world2.run(jobs.train, "bf16", 8, 1e-2, 2, fused):
-        assert_alike(found, alone, 2**-6)
+    assert_alike({**alone, "weights": {n: alone["weights"][n] for n in expected["weights"]}}, expected, 2**-6)
+    for results in world2.run(jobs.train, "bf16", 8, 1e-2, 2, fused):
+        assert_alike(results, alone, 2**-6)
 
 
 def test_float16_skips_a_step_on_all_ranks_together(world2: World) -> None:
     for overflow_on in (0, 1):
-        for found in world2.run(jobs.scaled, overflow_on):
-            assert found["loss"][0] == found["loss"][1]
-            assert found["skipped"]
-            assert found["moved"]
-            assert found["scales"] == [32.0, 32.0]
-            assert 0.1 < found["norm"] < 100
-            assert "GradScaler('cpu')" in found["none"][3]
-            assert "disabled" in found["disabled"][2]
-            assert found["nonsense"][1] == "scaler"
+        for results in world2.run(jobs.scaled, overflow_on):
+            assert results["loss"][0] == results["loss"][1]
+            assert results["skipped"]
+            assert results["moved"]
+            assert results["scales"] == [32.0, 32.0]
+            assert 0.1 < results["norm"] < 100
+            assert "GradScaler('cpu')" in results["none"][3]
+            assert "disabled" in results["disabled"][2]
+            assert results["nonsense"][1] == "scaler"
 
 
 def test_updates_below_bfloat16_s_resolution_are_not_lost(world2: World) -> None:
     exact, lost = jobs.small_updates("fp32"), jobs.small_updates("bf16_weights")
-    for found in (jobs.small_updates("bf16"), *world2.run(jobs.small_updates, "bf16")):
+    for results in (jobs.small_updates("bf16"), *world2.run(jobs.small_updates, "bf16")):
         for name, distance in exact.items():
-            assert found[name] == pytest.approx(distance, rel=0.1)
+            assert results[name] == pytest.approx(distance, rel=0.1)
             assert lost[name] < 0.5 * distance
 
 
 def test_training_is_that_of_fully_shard(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        wanted = jobs.fully_sharded(8, 1e-2)
+        expected = jobs.fully_sharded(8, 1e-2)
     finally:
         dist.destroy_process_group()
-    found = jobs.train("bf16", 8, 1e-2)
-    assert_alike({**found, "weights": {n: found["weights"][n] for n in wanted["weights"]}}, wanted, 2**-6)
+    results = jobs.train("bf16", 8, 1e-2)
+    assert_alike({**results, "weights": {n: results["weights"][n] for n in expected["weights"]}}, expected, 2**-6)
 
 
 @pytest.mark.matrix

@@ -15,24 +15,24 @@ from tests.runtime.world import World
 STEPS = 20
 
 
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+def assert_same(results: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-6) -> None:
     """The same names, and values that differ by no more than the tolerance of the largest value of all."""
-    assert found.keys() == wanted.keys()
-    largest = max(float(value.abs().max()) for value in wanted.values())
-    for name, value in wanted.items():
-        gap = float((found[name] - value).abs().max())
+    assert results.keys() == expected.keys()
+    largest = max(float(value.abs().max()) for value in expected.values())
+    for name, value in expected.items():
+        gap = float((results[name] - value).abs().max())
         assert gap <= tolerance * largest, f"{name} differs by {gap / largest:.1e} of {largest:.1e}"
 
 
 def assert_trains_like_one_process(
     world: World, name: str, dtype: torch.dtype = torch.float32, tolerance: float = 1e-5
 ) -> None:
-    wanted = jobs.train(name, STEPS, dtype)
-    assert wanted["losses"][-1] < wanted["losses"][0] - 0.1
-    for found in world.run(jobs.train, name, STEPS, dtype):
-        assert found["losses"] == pytest.approx(wanted["losses"], rel=0, abs=tolerance)
-        assert found["norms"] == pytest.approx(wanted["norms"], rel=tolerance)
-        assert_same(found["state"], wanted["state"], tolerance)
+    expected = jobs.train(name, STEPS, dtype)
+    assert expected["losses"][-1] < expected["losses"][0] - 0.1
+    for results in world.run(jobs.train, name, STEPS, dtype):
+        assert results["losses"] == pytest.approx(expected["losses"], rel=0, abs=tolerance)
+        assert results["norms"] == pytest.approx(expected["norms"], rel=tolerance)
+        assert_same(results["state"], expected["state"], tolerance)
 
 
 @pytest.mark.parametrize(
@@ -62,14 +62,14 @@ TABLE = list(itertools.product((2, 4), ("gpt2", "bert", "llama"), (True, False),
 def test_twenty_steps_with_dropout_have_the_losses_of_one_process(
     request: pytest.FixtureRequest, tp: int, name: str, by_lines: bool, sequence_parallel: bool
 ) -> None:
-    wanted = alone(name)
-    assert len(wanted["losses"]) == 20
-    assert wanted["losses"][-1] < wanted["losses"][0] - 1
+    expected = alone(name)
+    assert len(expected["losses"]) == 20
+    assert expected["losses"][-1] < expected["losses"][0] - 1
     # Dropout in gpt2 and bert: on the embeddings, in each of two layers on the scores and after both halves.
-    assert wanted["random"] == {"gpt2": 7, "bert": 7, "llama": 2}[name]
-    for found in request.getfixturevalue(f"world{tp}").run(table.train, name, by_lines, sequence_parallel):
-        assert found["losses"] == pytest.approx(wanted["losses"], rel=0, abs=1e-5)
-        assert found["random"] == wanted["random"]
+    assert expected["random"] == {"gpt2": 7, "bert": 7, "llama": 2}[name]
+    for results in request.getfixturevalue(f"world{tp}").run(table.train, name, by_lines, sequence_parallel):
+        assert results["losses"] == pytest.approx(expected["losses"], rel=0, abs=1e-5)
+        assert results["random"] == expected["random"]
 
 
 # The tied head of nanogpt starts out so sure of its words that rounding shows in its small gradients.
@@ -79,22 +79,22 @@ def test_twenty_steps_with_dropout_have_the_losses_of_one_process(
 def test_plain_call_and_accumulation_give_the_gradients_of_train_step(
     world2: World, name: str, tolerance: float
 ) -> None:
-    wanted = jobs.two_steps(name)
-    for found in world2.run(jobs.two_steps, name):
+    expected = jobs.two_steps(name)
+    for results in world2.run(jobs.two_steps, name):
         for loss in ("loss", "plain loss"):
-            assert float(found[loss]) == pytest.approx(float(wanted["loss"]), abs=1e-5)
+            assert float(results[loss]) == pytest.approx(float(expected["loss"]), abs=1e-5)
         for step in ("once", "twice"):
-            assert_same(found[step], wanted[step], tolerance)
-        assert_same(found["plain"], found["once"], 0.0)
-        assert any(not torch.equal(found["twice"][n], 2 * value) for n, value in found["once"].items())
+            assert_same(results[step], expected[step], tolerance)
+        assert_same(results["plain"], results["once"], 0.0)
+        assert any(not torch.equal(results["twice"][n], 2 * value) for n, value in results["once"].items())
 
 
 def test_checkpointed_layers_have_the_same_gradients(world2: World) -> None:
-    wanted = jobs.two_steps("gpt2")
-    for found in world2.run(jobs.checkpointed, "gpt2"):
-        assert found["regions"] == 2
-        assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), abs=1e-5)
-        assert_same(found["gradients"], wanted["once"])
+    expected = jobs.two_steps("gpt2")
+    for results in world2.run(jobs.checkpointed, "gpt2"):
+        assert results["regions"] == 2
+        assert float(results["loss"]) == pytest.approx(float(expected["loss"]), abs=1e-5)
+        assert_same(results["gradients"], expected["once"])
 
 
 def test_bf16_trains_and_leaves_the_original_alone(world2: World) -> None:
@@ -111,14 +111,14 @@ def test_bf16_trains_and_leaves_the_original_alone(world2: World) -> None:
 )
 def test_clipping_is_that_of_torch_on_one_process(world2: World, name: str, tolerance: float) -> None:
     limit = 0.5
-    wanted = jobs.clip(name, limit)
-    leaves = [torch.nn.Parameter(value) for value in wanted["before"].values()]
-    for leaf, value in zip(leaves, wanted["before"].values(), strict=True):
+    expected = jobs.clip(name, limit)
+    leaves = [torch.nn.Parameter(value) for value in expected["before"].values()]
+    for leaf, value in zip(leaves, expected["before"].values(), strict=True):
         leaf.grad = value.clone()
     norm = torch.nn.utils.clip_grad_norm_(leaves, limit)
-    clipped = {n: leaf.grad for n, leaf in zip(wanted["before"], leaves, strict=True) if leaf.grad is not None}
+    clipped = {n: leaf.grad for n, leaf in zip(expected["before"], leaves, strict=True) if leaf.grad is not None}
     assert float(norm) > limit
-    assert math.isclose(float(wanted["norm"]), float(norm), rel_tol=1e-6)
-    for found in world2.run(jobs.clip, name, limit):
-        assert float(found["norm"]) == pytest.approx(float(norm), rel=tolerance)
-        assert_same(found["after"], clipped, tolerance)
+    assert math.isclose(float(expected["norm"]), float(norm), rel_tol=1e-6)
+    for results in world2.run(jobs.clip, name, limit):
+        assert float(results["norm"]) == pytest.approx(float(norm), rel=tolerance)
+        assert_same(results["after"], clipped, tolerance)
