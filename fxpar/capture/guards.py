@@ -9,7 +9,6 @@ import contextlib
 import inspect
 import random
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -95,13 +94,19 @@ def _check_memory(model: nn.Module) -> None:
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
             spans.append((tensor.data_ptr(), tensor.data_ptr() + last * tensor.element_size(), name, tensor))
     spans.sort(key=lambda entry: entry[:2])
-    for (_, end, one, first), (start, _, other, second) in pairwise(spans):
-        if start < end and (first.requires_grad or second.requires_grad):
+    # What ends last, of all and of what is trained: a long tensor may reach into others than the next.
+    reach = trained = (0, "")
+    for start, end, name, tensor in spans:
+        last_end, other = reach if tensor.requires_grad else trained
+        if start < last_end:
             raise CaptureError(
-                f"shares memory with {one} and is another tensor, so that training one would leave the other as it is",
-                where=other,
+                f"shares memory with {other} and is another tensor, so that training one would leave the other as it "
+                "is",
+                where=name,
                 remedy="tie them by assigning the parameter itself (head.weight = words.weight), or clone the values",
             )
+        reach = max(reach, (end, name))
+        trained = max(trained, (end, name)) if tensor.requires_grad else trained
 
 
 def _check_modes() -> None:

@@ -50,7 +50,15 @@ def by_part(model: Words) -> None:
     model.head.bias = nn.Parameter(model.words.weight.detach().flatten()[7:38])
 
 
-@pytest.mark.parametrize("tie", [by_data, by_view, by_buffer, by_part])
+def behind_another(model: Words) -> None:
+    """The head's bias lies in a frozen table, behind another frozen part of it."""
+    flat = torch.randn(31 * 12)
+    model.words.weight = nn.Parameter(flat.view(31, 12), requires_grad=False)
+    model.register_buffer("part", flat[2:7])
+    model.head.bias = nn.Parameter(flat[9:40])
+
+
+@pytest.mark.parametrize("tie", [by_data, by_view, by_buffer, by_part, behind_another])
 def test_parameters_that_lie_in_one_memory_are_refused(tie: Any) -> None:
     model = Words()
     tie(model)
