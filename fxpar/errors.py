@@ -100,7 +100,8 @@ def loop_of_experts(where: str, path: str) -> CaptureError:
         where: the author's line.
         path: of the module that has it; empty where that is the model.
     """
-    named = f"name it: Plan(experts=({path!r},))" if path else "make it a module and name that in Plan(experts=…)"
+    globs = f"Plan(experts=Experts(expert_modules=({path!r},)))"
+    named = f"name it: {globs}" if path else "make it a module, and name that in Experts(expert_modules=…)"
     return CaptureError(
         "its rows are picked expert by expert, as many as the routing sends to each, which no program can hold",
         where=f"{where} ({path})" if path else where,

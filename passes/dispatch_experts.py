@@ -62,7 +62,7 @@ def dispatch_experts(program: Program) -> Program:
     if (holders or is_limited) and not regions:
         raise PlanError(
             "no operation of the model is recognised as that of experts",
-            where=f"ep={plan.ep}" if holders else f"capacity_factor={plan.experts.capacity_factor}",
+            where=f"ep={plan.ep}" if holders else f"experts.capacity_factor={plan.experts.capacity_factor}",
             remedy=f"call fxpar.ops.experts in the model, or {'set ep=1' if holders else 'leave it out'}",
         )
     for region in regions:

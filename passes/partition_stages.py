@@ -147,7 +147,7 @@ class _Stages:
             raise PassError(
                 f"%{reader.name} of stage {stage} reads it, and only tensors can be sent",
                 where=describe(value),
-                remedy="move the beginning of that stage by Plan(stages=…)",
+                remedy="move the beginning of that stage by Plan(pipeline=Pipeline(…))",
             )
         # Only neighbours have channels. A value for a later stage goes through
         # all between, which keeps the order of messages.
@@ -191,8 +191,8 @@ class _Stages:
                         f"stage {stage_of(new)} writes this buffer, and stage {min(others)} reads it, which would not "
                         "know its new value",
                         where=parameter.fqn,
-                        remedy="begin stages so that one has both (Plan(stages=…)), or give each module a buffer of "
-                        "its own",
+                        remedy="begin stages so that one has both (Plan(pipeline=Pipeline(…))), or give each module a "
+                        "buffer of its own",
                     )
                 stages.add(stage_of(new))
             update(node, stages=tuple(sorted(stages)) or (0,))

@@ -88,7 +88,7 @@ def _chosen(program: Program) -> set[fx.Node]:
     least = stored.total(keeping.least(cheap | gathers | products))
     raise PlanError(
         f"a rank cannot keep as little as {budget} bytes for the backward of the example's batch",
-        where=f"plan: activation_memory_budget={requested}",
+        where=f"recompute.activation_memory_budget={requested}",
         remedy=f"give at least {least} bytes, of {keeping.all_bytes} without recomputation, or use Recompute('full')",
     )
 

@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["gpt-small", "gpt-1.2b"], help="NAME or NAME:BATCHxSEQUENCE")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), help="eager or compile, +IMPLEMENTATION")
     parser.add_argument("--precision", default="bf16_weights", help="as of fxpar.Plan (bf16_weights)")
-    parser.add_argument("--exchange", default="auto", help="as of fxpar.Plan (auto)")
+    parser.add_argument("--exchange", default="auto", help="the collective_transport of fxpar.Communication (auto)")
     parser.add_argument("--sequence-parallel", action="store_true", help="norms on parts of the sequence")
     parser.add_argument("--dropout", type=float, default=0.0, help="probability, everywhere (0)")
     parser.add_argument(

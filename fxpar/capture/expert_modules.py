@@ -1,7 +1,7 @@
 """Modules of experts that a plan names, as operators on routed rows while a model is captured.
 
-Enters: a model, and the globs of `Plan(experts=…)`. Leaves: a reading of each module that they name, and a context in
-which it computes by that in place of its own forward, whose loop depends on the routing.
+Enters: a model, and the globs of `Experts(expert_modules=…)`. Leaves: a reading of each module that they name, and
+a context in which it computes by that in place of its own forward, whose loop depends on the routing.
 
 That a reading is what the module computes is tried: its own forward and the reading run on random weights and tokens,
 outputs and gradients must agree, and the forward must leave nothing behind, which a reading would not. It is a trial
@@ -199,7 +199,7 @@ def _norm(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     return module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None  # type: ignore[return-value]
 
 
-_REMEDY = "call fxpar.ops.experts in its forward, or leave it out of experts"
+_REMEDY = "call fxpar.ops.experts in its forward, or leave it out of expert_modules"
 _FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ArithmeticError)
 # Of the largest value, by the type of the trial: in float64 a module may compute in float32 inside; what does not run
 # in float64 is tried in float32.
@@ -238,7 +238,7 @@ def named_experts(model: nn.Module, globs: Sequence[str]) -> tuple[ExpertModule,
         if not paths:
             those = [path for path, module in modules.items() if path and is_named_so(module)]
             looks = f"modules of experts are {', '.join(those[:6])}" if those else _REMEDY
-            raise PlanError("matches no module", where=f"experts: {glob!r}", remedy=looks)
+            raise PlanError("matches no module", where=f"experts.expert_modules: {glob!r}", remedy=looks)
         for path in paths:
             if id(modules[path]) not in experts:
                 experts[id(modules[path])] = _named(path, modules[path], glob)
@@ -251,7 +251,7 @@ def is_named_so(module: nn.Module) -> bool:
 
 
 def _refuse(path: str, glob: str, reason: str) -> NoReturn:
-    raise PlanError(reason, where=f"experts: {glob!r} names {path or 'the model'}", remedy=_REMEDY)
+    raise PlanError(reason, where=f"experts.expert_modules: {glob!r} names {path or 'the model'}", remedy=_REMEDY)
 
 
 def _named(path: str, module: nn.Module, glob: str) -> ExpertModule:
@@ -470,7 +470,7 @@ def _forward(original: Callable[..., Any], by_attributes: Mapping[int, ExpertMod
             raise PlanError(
                 f"it is called with {', '.join(shapes)}, not with hidden_states [T, h], top_k_index [T, K] and "
                 "top_k_weights [T, K]",
-                where=f"experts: {named.path}",
+                where=f"experts.expert_modules: {named.path}",
                 remedy=_REMEDY,
             )
         return named.reading.compute(self, *operands)

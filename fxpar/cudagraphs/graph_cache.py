@@ -32,8 +32,6 @@ class _Graphed(Protocol):
 Made = TypeVar("Made", bound=_Graphed)
 
 
-# Gives the names of the values whose addresses change from call to call; only a mode that replays the call asks.
-# Runs a step with its microbatches and what gives its random state.
 class CachedGraphs(NoGraphs):
     """Graphs of one module, which are made when a call comes for the second time.
 

@@ -87,9 +87,11 @@ class Pipeline(OptionGroup):
         """See `OptionGroup.problems`."""
         stages = self.stages
         if isinstance(stages, Mapping):
-            for name in stages:
+            for name, number in stages.items():
                 if not isinstance(name, str) or not name:
                     yield f"pipeline.stages has the key {shown(name)}: write the name of a module"
+                elif type(number) is not int or number < 1:
+                    yield f"pipeline.stages[{name!r}]={shown(number)} is no number of a stage: give one from 1 on"
             if len({*map(repr, stages.values())}) != len(stages):
                 yield "pipeline.stages gives two modules one stage: each begins once"
         elif not isinstance(stages, (tuple, list)) or any(type(count) is not int or count < 1 for count in stages):
@@ -312,7 +314,7 @@ class CudaGraphs(OptionGroup):
             yield f"cuda_graphs.scope is of impl partial, and not of {shown(self.impl)}"
         if "moe_preprocess" in self.scope and "moe_router" not in self.scope:
             yield "cuda_graphs.scope has moe_preprocess, which needs moe_router: name both"
-        if "moe" in self.scope and {"moe_router", "moe_preprocess"} & set(self.scope):
+        if "moe" in self.scope and ("moe_router" in self.scope or "moe_preprocess" in self.scope):
             yield "cuda_graphs.scope has moe, which holds moe_router and moe_preprocess: name one or the others"
 
 
@@ -417,8 +419,9 @@ def group(name: str, values: Any, kind: type[OptionGroup], where: str) -> Option
     if isinstance(values, kind):
         return values
     if not isinstance(values, Mapping):
-        option = fields(kind)[0].name
-        raise PlanError(f"{name}={shown(values)} is no mapping", where=where, remedy=f"write '{name}: {{{option}: …}}'")
+        options = ", ".join(entry.name for entry in fields(kind))
+        remedy = f"write '{name}: {{OPTION: VALUE}}' of its options {options}"
+        raise PlanError(f"{name}={shown(values)} is no mapping", where=where, remedy=remedy)
     check_known(values, kind, f"{where}: {name}")
     return kind(**values)
 

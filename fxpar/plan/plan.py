@@ -156,6 +156,8 @@ class Plan:
             raise PlanError("; ".join(problems), where="plan", remedy="help(fxpar.Plan) lists the options")
         for name in _MAPPINGS:
             object.__setattr__(self, name, frozen(getattr(self, name)))
+        for name in GROUPS:  # anew: lists that it was made of may have changed
+            object.__setattr__(self, name, dataclasses.replace(getattr(self, name)))
 
     def __hash__(self) -> int:
         return hash(self.to_yaml())
@@ -218,48 +220,49 @@ class Plan:
 
     def _wrong_groups(self) -> Iterator[str]:
         """Yields what is wrong with records, and with records beside other options once these are records."""
-        is_wrong = False
+        wrong: list[str] = []
         for name, kind in GROUPS.items():
             record = getattr(self, name)
-            if not isinstance(record, kind):
-                is_wrong = True
-                option = shown(record) if isinstance(record, str) else "…"
-                example = f"{kind.__name__}({dataclasses.fields(kind)[0].name}={option})"
-                yield f"{name}={shown(record)} is no fxpar.{kind.__name__}: write {example}"
+            if isinstance(record, kind):
+                wrong += record.problems()
             else:
-                yield from record.problems()
-        if not is_wrong:
+                wrong.append(f"{name}={shown(record)} is no fxpar.{kind.__name__}: write {_example(kind, record)}")
+        yield from wrong
+        yield from self._wrong_counts()
+        if not wrong:
             yield from self._wrong_pipeline()
             yield from self._wrong_experts()
 
-    def _wrong_pipeline(self) -> Iterator[str]:
-        """Yields what is wrong with the stages of a pipeline, and with its schedule."""
-        virtual, stages = self.virtual_stages, self.pipeline.stages
+    def _wrong_counts(self) -> Iterator[str]:
+        """Yields what is wrong with numbers of microbatches and stages, and with the name of a schedule."""
         if type(self.microbatches) is not int or not 1 <= self.microbatches <= MOST_RANKS:
             yield f"microbatches={shown(self.microbatches)} is no number of them: give one of at least 1"
-        if type(virtual) is not int or not 1 <= virtual <= MOST_RANKS:
-            yield f"virtual_stages={shown(virtual)} is no number of stages: give one of at least 1"
-            return
-        if type(self.pp) is not int or self.pp < 1:
+        if type(self.virtual_stages) is not int or not 1 <= self.virtual_stages <= MOST_RANKS:
+            yield f"virtual_stages={shown(self.virtual_stages)} is no number of stages: give one of at least 1"
+        if type(self.schedule) is not str:
+            yield f"schedule={shown(self.schedule)} is no text: write a name, or a file"
+
+    def _wrong_pipeline(self) -> Iterator[str]:
+        """Yields what the stages of a pipeline and its schedule contradict, once each of their numbers is one."""
+        virtual, stages = self.virtual_stages, self.pipeline.stages
+        if any(type(number) is not int or not 1 <= number <= MOST_RANKS for number in (self.pp, virtual)):
             return
         count = self.pp * virtual
         if self.pp == 1 and virtual > 1:
             yield f"virtual_stages={virtual} without a pipeline, pp={self.pp}: give pp of at least 2, or leave them out"
         if isinstance(stages, Mapping):
             for name, number in stages.items():
-                if type(number) is not int or not 0 < number < count:
+                if number >= count:
                     yield (
                         f"pipeline.stages[{name!r}]={shown(number)} is none of the stages 1 to {count - 1}: give one "
                         "of these"
                     )
-        elif stages and isinstance(stages, tuple) and len(stages) != count:
+        elif stages and len(stages) != count:
             yield (
                 f"pipeline.stages={shown(stages)} has {len(stages)} numbers of layers for {count} stages: give one for "
                 "each"
             )
-        if type(self.schedule) is not str:
-            yield f"schedule={shown(self.schedule)} is no text: write a name, or a file"
-        elif self.schedule and self.pp == 1:
+        if self.schedule and self.pp == 1:
             yield f"schedule={shown(self.schedule)} is of a pipeline, and pp=1: give pp of at least 2, or leave it out"
         size = self.pipeline.group_size
         if size is not None and virtual == 1:
@@ -276,7 +279,7 @@ class Plan:
                     f"experts.recv_capacity_factor={shown(factor)} is of dispatch='static' with ep of at least 2: "
                     "choose these, or leave it out"
                 )
-            if self.pp != 1:
+            if type(self.pp) is int and self.pp > 1:
                 # A stage has sent gradients on before the last one knows that rows were too many.
                 yield (
                     "experts.recv_capacity_factor repeats steps, and those of a pipeline are not repeated yet: leave "
@@ -359,7 +362,7 @@ class Plan:
         Raises:
             PlanError: an unknown option, or a value the plan refuses.
         """
-        _check_names(changes, "plan")
+        _check_names(changes, "plan", "write {record}=dataclasses.replace(plan.{record}, {option}=…)")
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -375,7 +378,7 @@ class Plan:
         """
         if not isinstance(values, Mapping):
             raise PlanError(f"{shown(values)} is no mapping", where=where, remedy="write {'tp': 2}")
-        _check_names(values, where)
+        _check_names(values, where, "write '{record}: {{{option}: …}}'")
         groups = {name: group(name, values[name], kind, where) for name, kind in GROUPS.items() if name in values}
         return cls(**{**values, **groups})
 
@@ -421,8 +424,20 @@ class Plan:
         return cls.from_yaml(text, where=str(path))
 
 
-def _check_names(values: Mapping[str, Any], where: str) -> None:
+def _example(kind: type[OptionGroup], value: Any) -> str:
+    """Returns how a record is written: with the value that stands in its place where its first option takes that."""
+    first = dataclasses.fields(kind)[0].name
+    if isinstance(value, str) and not any(kind(**{first: value}).problems()):
+        return f"{kind.__name__}({first}={value!r})"
+    options = ", ".join(entry.name for entry in dataclasses.fields(kind))
+    return f"{kind.__name__}(OPTION=VALUE) of its options {options}"
+
+
+def _check_names(values: Mapping[str, Any], where: str, remedy: str) -> None:
     """Refuses what is no option of a plan, and says where it stands if it is one of a record.
+
+    Args:
+        remedy: how an option of a record is written, with places for both names.
 
     Raises:
         PlanError: names it.
@@ -431,5 +446,5 @@ def _check_names(values: Mapping[str, Any], where: str) -> None:
         for option in [entry.name for entry in dataclasses.fields(kind) if entry.name in values]:
             if option not in Plan.__dataclass_fields__:
                 reason = f"{option} is an option of {name}"
-                raise PlanError(reason, where=where, remedy=f"write '{name}: {{{option}: …}}'")
+                raise PlanError(reason, where=where, remedy=remedy.format(record=name, option=option))
     check_known(values, Plan, where)

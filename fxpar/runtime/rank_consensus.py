@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 import fxpar.errors as errors
 from fxpar.errors import FxparError, InputError, RankError
-from fxpar.plan.plan import Plan
+from fxpar.plan.plan import GROUPS, Plan
 from fxpar.runtime.alarm import Alarm, Failed, Meeting, Met, alarm_of, number, refuse_tracing, wait_for
 
 if TYPE_CHECKING:
@@ -478,6 +478,9 @@ def connected(seconds: float) -> Agreement:
 def plan_facts(plan: Plan) -> dict[str, str]:
     """What a plan asks for, by option, and the version of torch that carries it out."""
     options = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    for name in GROUPS:
+        record = options.pop(name)
+        options |= {f"{name}.{field.name}": getattr(record, field.name) for field in fields(record)}
     texts = {f"plan {n}": str(dict(what) if isinstance(what, Mapping) else what) for n, what in options.items()}
     return {"torch's version": torch.__version__, **texts}
 

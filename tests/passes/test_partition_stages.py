@@ -254,7 +254,7 @@ return out=%out
 def test_a_size_of_a_result_is_not_sent() -> None:
     with pytest.raises(FxparError, match="%down of stage 1 reads it, and only tensors can be sent") as caught:
         PassManager([partition_stages]).run(parse_program(SIZE_OF_A_RESULT))
-    assert "Plan(stages=…)" in caught.value.remedy
+    assert "Plan(pipeline=Pipeline(…))" in caught.value.remedy
 
 
 @pytest.mark.parametrize(

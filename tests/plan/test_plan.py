@@ -393,7 +393,7 @@ def test_what_is_recomputed_is_an_option_with_a_budget() -> None:
     ("options", "reason"),
     [
         ({"recompute": Recompute("some")}, "choose one of none, selective, full"),
-        ({"recompute": True}, r"recompute=True is no fxpar.Recompute: write Recompute\(mode=…\)"),
+        ({"recompute": True}, r"recompute=True is no fxpar.Recompute: write Recompute\(OPTION=VALUE\) of its options"),
         ({"recompute": "full"}, r"write Recompute\(mode='full'\)"),
         ({"recompute": Recompute(activation_memory_budget=0.5)}, "is of mode='selective'"),
         ({"recompute": Recompute("full", activation_memory_budget=0.5)}, "is of mode='selective'"),
@@ -427,9 +427,11 @@ def test_a_recomputation_that_means_nothing_is_refused(options: dict[str, Any], 
 def test_options_of_records_are_named_where_they_stand() -> None:
     with pytest.raises(PlanError, match=r"dispatch is an option of experts; write 'experts: \{dispatch: …\}'"):
         Plan.from_yaml("{dp: 2, ep: 2, dispatch: alltoall}")
-    with pytest.raises(PlanError, match="activation_memory_budget is an option of recompute"):
+    with pytest.raises(PlanError, match=r"write recompute=dataclasses.replace\(plan.recompute, activation_memory"):
         Plan().replace(activation_memory_budget=0.5)
-    with pytest.raises(PlanError, match=r"pipeline='x' is no mapping; write 'pipeline: \{stages: …\}'"):
+    with pytest.raises(
+        PlanError, match=r"pipeline='x' is no mapping; write 'pipeline: \{OPTION: VALUE\}' of its options st"
+    ):
         Plan.from_yaml("pipeline: x")
     with pytest.raises(PlanError, match=r"here: experts: unknown option tempo; choose from dispatch, recv"):
         Plan.from_dict({"experts": {"tempo": 1}}, where="here")
@@ -450,3 +452,50 @@ def test_records_are_read_only_and_sorted() -> None:
 def test_one_device_keeps_what_says_what_the_model_is() -> None:
     told = Plan(operators=Operators(added_losses=("*.AddLoss",)), experts=Experts(expert_modules=("*.experts",)))
     assert told.replace(dp=2, ep=2, recompute=Recompute("full")).on_one_rank() == told
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{pp: 2, pipeline: {stages: {a: {1: 1, b: 2}}}}", "stages['a']={1: 1, 'b': 2} is no number of a stage"),
+        ("{pp: 2, pipeline: {stages: {a: [[1]]}}}", "stages['a']=[[1]] is no number of a stage: give one from 1 on"),
+        ("{pp: 2, pipeline: {stages: {a: &x {b: *x}}}}", "is no number of a stage: give one from 1 on"),
+        ("{pp: 2, pipeline: {stages: {1: 1}}}", "pipeline.stages has the key 1: write the name of a module"),
+        ("cuda_graphs: {impl: partial, scope: [moe, [x]]}", "cuda_graphs.scope has ['x']: choose from attn"),
+        ("experts: ['*.experts']", "write 'experts: {OPTION: VALUE}' of its options dispatch, recv_capacity_factor"),
+        (
+            "{ep: 1, experts: {dispatch: exact}}",
+            "is unknown: choose one of static, allgather, alltoall, dropless; help(",
+        ),
+        (
+            "{pp: 2, pipeline: {group_size: 0}}",
+            "group_size=0 is no number of microbatches: give one of at least 1; help(",
+        ),
+    ],
+)
+def test_wrong_records_are_refused_once_and_by_what_was_written(text: str, reason: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(reason)):
+        Plan.from_yaml(text)
+
+
+def test_what_is_no_record_is_told_with_an_example_that_can_be_written() -> None:
+    for option, example in {
+        "recompute": "full",
+        "communication": "copy",
+        "experts": "*.experts",
+        "operators": "mylib.*",
+        "cuda_graphs": "full",
+        "pipeline": "x",
+    }.items():
+        with pytest.raises(PlanError, match=f"{option}='") as caught:
+            Plan(**{option: example})
+        can = option in ("recompute", "communication")
+        assert ("(OPTION=VALUE) of its options" in str(caught.value)) != can
+        assert (f"='{example}')" in str(caught.value)) == can
+
+
+def test_a_record_made_of_a_list_that_changes_is_read_anew() -> None:
+    names: Any = ["x"]
+    record = fxpar.CudaGraphs("partial", names)
+    names[0] = "attn"
+    assert Plan(cuda_graphs=record) == Plan(cuda_graphs=fxpar.CudaGraphs("partial", ("attn",)))

@@ -452,7 +452,7 @@ class AllGatherDispatch(Dispatch):
         return update(node, origin=self._origin) if self._origin else node
 
 
-class ExactDispatch(Dispatch):
+class DroplessDispatch(Dispatch):
     """Rows travel as they are sorted, as many as there are; a holder receives them by source.
 
     How many there are is copied to the host while rows are taken, and the order of what arrived is made while they
@@ -529,7 +529,7 @@ def dispatch_of(program: Program, region: Routed, limit: Limit | None) -> type[D
     """
     plan, holders = program.plan, program.mesh.holders
     if holders and plan.experts.dispatch == "dropless":
-        return ExactDispatch
+        return DroplessDispatch
     if plan.experts.pad_to_capacity:
         return PaddedDispatch
     if not holders:

@@ -206,14 +206,14 @@ def choose_stages(program: Program) -> StageChoice:
     if any(later <= sooner for sooner, later in pairwise(order)):
         raise InputError(
             "the modules do not run in the order of their stages, or the first one runs first of all",
-            where="stages",
+            where="pipeline.stages",
             remedy="give each stage a module that runs later, and leave stage 0 out",
         )
     late = [number for number, place in starts.items() if place > forward.last]
     if late:
         raise InputError(
             f"stage {late[0]} would begin behind the loss, which is the last stage's",
-            where="stages",
+            where="pipeline.stages",
             remedy="give each stage a module that runs before the loss is there",
         )
     places = candidates(forward, count, tuple(starts.values()))
@@ -230,7 +230,7 @@ def choose_stages(program: Program) -> StageChoice:
         cuts = best_cuts(units, plan.pp, plan.virtual_stages, fixed)
     except ValueError as error:
         remedy = "give other modules, in the order in which they run"
-        raise InputError(f"{error} with these beginnings", where="stages", remedy=remedy) from None
+        raise InputError(f"{error} with these beginnings", where="pipeline.stages", remedy=remedy) from None
     return StageChoice(forward, bounds, units, cuts, fixed)
 
 
@@ -264,7 +264,7 @@ def _asked(forward: Divisible, stages: Mapping[str, int] | Sequence[int], count:
     if sum(stages) != len(runs):
         raise InputError(
             f"{' + '.join(map(str, stages))} layers are {sum(stages)}, and the model has {len(runs)}",
-            where="stages",
+            where="pipeline.stages",
             remedy="give numbers whose sum is that, or modules at which stages begin",
         )
     starts = [next(forward.places[node] for node in run if node in forward.places) for run in runs]
@@ -281,7 +281,7 @@ def _beginning(forward: Divisible, name: str) -> int:
         "each stage computes this module for itself"
         if is_everywhere
         else "no operation of the program is of this module",
-        where=f"stages[{name!r}]",
+        where=f"pipeline.stages[{name!r}]",
         remedy="name a module as the model does: `fxpar trace` lists them behind each node",
     )
 
