@@ -11,6 +11,7 @@ from fxpar.compile import compile_model
 from fxpar.errors import CheckFailed, InputError
 from fxpar.ir.program import Program, update
 from fxpar.ir.stages import stage_of, stages_of
+from fxpar.plan.option_groups import Pipeline
 from fxpar.rewrite.loss_reduction import COUNT
 from fxpar.verify.static import check_stages
 
@@ -34,7 +35,7 @@ def _compiled(**options: object) -> Program:
 
 
 def test_the_last_stage_has_the_count() -> None:
-    program = _compiled(dp=2, loss_reduction="token", stages={"second": 1})
+    program = _compiled(dp=2, loss_reduction="token", pipeline=Pipeline({"second": 1}))
     assert COUNT in program.outputs
     assert {COUNT, "loss"} <= set(stages_of(program)[-1].program.outputs)
     check_stages(program)
@@ -47,5 +48,5 @@ def test_the_last_stage_has_the_count() -> None:
 
 def test_a_stage_that_would_begin_behind_the_loss_is_refused_with_a_reason() -> None:
     with pytest.raises(InputError) as caught:
-        _compiled(stages={"behind": 1})
+        _compiled(pipeline=Pipeline({"behind": 1}))
     assert "behind the loss" in caught.value.reason
