@@ -220,7 +220,7 @@ def test_a_gradient_that_a_matrix_does_not_get_is_noticed() -> None:
 def test_globs_name_modules_of_experts() -> None:
     model = Named(Looped())
     with pytest.raises(
-        PlanError, match=r"experts: '\*.mlp': matches no module; modules of experts are layers.0.experts"
+        PlanError, match=r"experts.expert_modules: '\*.mlp': matches no module; modules of experts are layers.0.experts"
     ):
         capture(model, batch(), Plan(experts=Experts(expert_modules=("*.mlp",))))
     with pytest.raises(

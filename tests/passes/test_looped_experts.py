@@ -88,7 +88,7 @@ def test_and_computes_what_it_did(form: str) -> None:
 def test_rows_that_are_picked_otherwise_are_refused(form: str) -> None:
     captured = capture(Looped(form), batch(), Plan()).program
     assert parse_program(print_program(captured)).counted == captured.counted
-    message = r"looped_layer.py:\d+.*its rows are picked.*fxpar.ops.experts.*experts="
+    message = r"looped_layer.py:\d+.*its rows are picked.*fxpar.ops.experts.*expert_modules="
     with pytest.raises(CaptureError, match=message):
         compile_program(captured)
 
