@@ -487,8 +487,9 @@ def test_what_is_no_record_is_told_with_an_example_that_can_be_written() -> None
         "cuda_graphs": "full",
         "pipeline": "x",
     }.items():
+        wrong: dict[str, Any] = {option: example}
         with pytest.raises(PlanError, match=f"{option}='") as caught:
-            Plan(**{option: example})
+            Plan(**wrong)
         can = option in ("recompute", "communication")
         assert ("(OPTION=VALUE) of its options" in str(caught.value)) != can
         assert (f"='{example}')" in str(caught.value)) == can
