@@ -52,7 +52,8 @@ def _more(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
 def test_a_training_is_the_same_to_the_bit(impl: str, micro: int, more: dict[str, Any]) -> None:
     found = train(gpt2, words(6, micro), impl, **more)
     assert found == as_it_is(gpt2, 6, micro, **more)
-    assert found.figures.graphs >= 2
+    # Where all gradients are there in all steps and nothing is evaluated, an iteration is one graph.
+    assert found.figures.graphs >= (1 if impl == "full_iteration" and not more.get("evaluate", True) else 2)
     assert len(set(found.losses)) == len(found.losses)  # masks differ from step to step
 
 
