@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -192,13 +191,9 @@ def train(
 
 
 @cache
-def _as_it_is(build: Callable[[], nn.Module], steps: int, micro: int, more: str) -> Trained:
-    return train(build, words(steps, micro), **json.loads(more))
-
-
 def as_it_is(build: Callable[[], nn.Module], steps: int, micro: int = 1, **more: Any) -> Trained:
-    """A training without graphs on batches of words; made once."""
-    return _as_it_is(build, steps, micro, json.dumps(more))
+    """Trains without graphs on batches of words, once for the same arguments."""
+    return train(build, words(steps, micro), **more)
 
 
 def equal_on_ranks(name: str, impl: str, plan: dict[str, Any], micro: int) -> tuple[bool, Any]:
