@@ -147,11 +147,12 @@ def _triangular(call: OpCall) -> Labelling | Refusal:
 
 
 def _distances(call: OpCall) -> Labelling | Refusal:
-    """`… p _, … r _ -> … p r`."""
+    """`… p _, … r _ -> … p r`; not of rows that are broadcast, whose gradient would be a sum over copies."""
     out = call.outputs[0].shape
+    if any(kind.shape[:-2] != out[:-2] for kind in call.operands):
+        return Refusal("distances of rows that are broadcast have no rule for shards")
     lead = tuple(numbered(len(out) - 2))
-    left, right = (broadcast(kind.shape[:-2], out[:-2], lead) for kind in call.operands)
-    return Labelling(((*left, "p", None), (*right, "r", None)), ((*lead, "p", "r"),))
+    return Labelling(((*lead, "p", None), (*lead, "r", None)), ((*lead, "p", "r"),))
 
 
 def _distances_backward(call: OpCall) -> Labelling | Refusal:

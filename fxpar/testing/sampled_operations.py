@@ -145,11 +145,11 @@ def full_name(name: str) -> str:
 OCCURRING = tuple(
     full_name(name)
     for name in words("""
-view _unsafe_view add.Tensor mul.Tensor sub.Tensor div.Tensor unsqueeze squeeze.dim addmm mm bmm baddbmm linear matmul
+view _unsafe_view add.Tensor mul.Tensor div.Tensor unsqueeze squeeze.dim addmm mm bmm baddbmm linear matmul
 transpose.int permute slice.Tensor select.int split.Tensor split_with_sizes cat expand broadcast_tensors repeat clone
 detach layer_norm native_dropout dropout __and__.Tensor pow.Tensor_Scalar pow.Tensor_Tensor tanh gelu silu relu neg
-rsqrt cos sin mean.dim softmax.int cumsum diff where.ScalarOther masked_fill.Scalar _to_copy new_ones le.Tensor
-eq.Tensor ne.Scalar bitwise_not index.Tensor gather embedding scaled_dot_product_attention pad tril
+rsqrt cos sin mean.dim softmax.int where.ScalarOther masked_fill.Scalar _to_copy new_ones le.Tensor
+bitwise_not index.Tensor gather embedding scaled_dot_product_attention pad tril
 cross_entropy_loss mse_loss conv2d fxpar.dropout fxpar.attention fxpar.function
 """)
 )
@@ -160,7 +160,7 @@ ELSEWHERE = tuple(
     for name in words("""
 mul.Scalar einsum t chunk unbind.int stack rms_norm pow.Scalar sigmoid sqrt exp log abs sum.dim_IntList
 log_softmax.int argmax amax where.self zeros_like ones_like full_like lt.Tensor gt.Tensor ge.Scalar ne.Tensor
-logical_not logical_and index_select triu flip roll tensordot inner outer bilinear
+logical_not logical_and index_select triu flip roll tensordot inner outer bilinear sub.Tensor eq.Tensor ne.Scalar cumsum diff
 """)
 )
 

@@ -50,6 +50,8 @@ def why_refused(name: str, signed: object) -> str:
         return "ones stand in front of the running product, and nothing makes shared blocks of them"
     if name == "aten.angle.default" and any(p.is_shared for p in placements):
         return "nothing makes shared blocks of the zero that is chosen where the value is zero"
+    if name == "fxpar.take_weighed.default" and signed.operands[2].is_shard:  # type: ignore[attr-defined]
+        return "a token's rows are summed in the order of its experts: no rank can sum some of them"
     value = signed.operands[2] if "attention" in name else None  # type: ignore[attr-defined]
     if value is not None and value.is_shared and all(p.kind == "R" for p in signed.operands[:2]):  # type: ignore[attr-defined]
         return "columns of values that several ranks share"
