@@ -196,7 +196,7 @@ def report(rows: Sequence[Mapping[str, Any]]) -> None:
         values = [f"{shown[key]:,.2f}" if key in shown else "–" for key in columns]
         more = (str(row.get("graphs", "–")), f"{base / row['ms']:.2f}", f"{row['loss']:.4f}")
         table.add_row(row["model"], row["variant"], *values, *more)
-    Console(width=160).print(table)
+    Console(width=200).print(table)
 
 
 def main() -> None:

@@ -160,7 +160,8 @@ ELSEWHERE = tuple(
     for name in words("""
 mul.Scalar einsum t chunk unbind.int stack rms_norm pow.Scalar sigmoid sqrt exp log abs sum.dim_IntList
 log_softmax.int argmax amax where.self zeros_like ones_like full_like lt.Tensor gt.Tensor ge.Scalar ne.Tensor
-logical_not logical_and index_select triu flip roll tensordot inner outer bilinear sub.Tensor eq.Tensor ne.Scalar cumsum diff
+logical_not logical_and index_select triu flip roll tensordot inner outer bilinear sub.Tensor eq.Tensor ne.Scalar cumsum
+diff
 """)
 )
 
