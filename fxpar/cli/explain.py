@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from fxpar.cli.output import CommandResult, Ui, amount, print_table, table, time_text
-from fxpar.cli.plan_flags import Request, command
+from fxpar.cli.plan_flags import Request
 from fxpar.cli.program_commands import is_pipeline
 from fxpar.errors import InputError
 from fxpar.ir.properties import Property
@@ -34,11 +34,6 @@ if TYPE_CHECKING:
 _CUT, _RECEIVED = re.compile(r"cut[ -]?(\d{1,4})"), re.compile(r"%?\w+_on_\d+")
 # Seconds below which a difference comes from the order in which ties are broken.
 _TIE = 1e-6
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command of this file."""
-    command(app, "explain")(explain)
 
 
 def explain(

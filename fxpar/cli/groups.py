@@ -6,7 +6,7 @@ no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -18,10 +18,8 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from fxpar.cli.output import CommandResult, Ui, print_table, table, write_text
-from fxpar.cli.plan_flags import command, number_option, whole_number
-from fxpar.errors import InputError, shown
 from fxpar.mesh.axes import DENSE, EXPERT, Axes, Groups
-from fxpar.mesh.mesh import DENSE_AXES, EXPERT_AXES, ORDER, Mesh
+from fxpar.mesh.mesh import DENSE_AXES, EXPERT_AXES, Mesh
 
 # Ranks as a grid, coloured by group: what the picture and the terminal show of a mesh.
 
@@ -233,29 +231,9 @@ _USE = {
 _CHARACTERS, _ROWS, _PER_ROW = 160, 16, 16
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command of this file."""
-    command(app, "groups")(groups)
-
-
 def groups(
     ui: Ui,
-    world_size: Annotated[int | None, number_option("all ranks (default: tp·cp·dp·pp)")] = None,
-    tp: Annotated[int, number_option("tensor parallel ranks")] = 1,
-    cp: Annotated[int, number_option("context parallel ranks")] = 1,
-    dp: Annotated[int | None, number_option("data parallel ranks (default: what is left)")] = None,
-    pp: Annotated[int, number_option("pipeline parallel ranks")] = 1,
-    ep: Annotated[int, number_option("expert parallel ranks")] = 1,
-    etp: Annotated[int | None, number_option("tensor parallel ranks of an expert (default: tp)")] = None,
-    order: Annotated[str, typer.Option(metavar="AXES", help="axes from the fastest to the slowest")] = ORDER,
-    rank_offset: Annotated[int, number_option("number of the first rank")] = 0,
-    virtual: Annotated[int, number_option("pipeline stages a rank")] = 1,
-    hierarchical_cp: Annotated[
-        str | None, typer.Option(metavar="N,N…", help="sizes of the levels of cp, from the fastest: groups cp1, cp2, …")
-    ] = None,
-    kv_heads: Annotated[
-        int | None, number_option("key and value heads that tp splits: groups kv_in and kv_out")
-    ] = None,
+    mesh: Mesh,
     group: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="also this group: axes of one part (tp-pp, tp-ep) or embedding; repeatable"),
@@ -263,34 +241,15 @@ def groups(
     picture: Annotated[str | None, typer.Option("--svg", metavar="FILE", help="draw the grid into this file")] = None,
 ) -> CommandResult:
     """Prints which ranks communicate with which, in the dense and in the expert part of a model."""
-    mesh = Mesh(
-        tp=tp,
-        cp=cp,
-        dp=dp,
-        pp=pp,
-        ep=ep,
-        etp=etp,
-        world_size=world_size,
-        order=order,
-        rank_offset=rank_offset,
-        virtual=virtual,
-        hierarchical_cp=_levels(hierarchical_cp),
-        kv_heads=kv_heads,
-    )
-    return _report(mesh, group or (), None if picture is None else Path(picture))
-
-
-def _report(mesh: Mesh, more: Sequence[str], picture: Path | None) -> CommandResult:
-    """The groups that are always of interest, and more."""
     names: dict[str, list[str]] = {part: list(always) for part, always in _ALWAYS.items()}
     names[DENSE] += [name for factors in mesh.factors.values() for name, _ in factors]
-    for name in more:
+    for name in group or ():
         if name not in names[mesh.part(name)]:
             names[mesh.part(name)].append(name)
     document = {part: {name: mesh.groups(name) for name in names[part]} for part in names}
     everything = list(dict.fromkeys(name for part in names.values() for name in part))
     if picture is not None:
-        write_text(picture, svg(mesh, everything, _title(mesh)))
+        write_text(Path(picture), svg(mesh, everything, _title(mesh)))
 
     def show(stdout: Console) -> None:
         for part in names:
@@ -301,16 +260,6 @@ def _report(mesh: Mesh, more: Sequence[str], picture: Path | None) -> CommandRes
             stdout.print(Text(f"wrote {picture}"), soft_wrap=True)
 
     return CommandResult(document, show)
-
-
-def _levels(text: str | None) -> tuple[int, ...]:
-    words = [] if text is None else text.split(",")
-    try:
-        return tuple(whole_number(word) for word in words)
-    except typer.BadParameter:
-        raise InputError(
-            f"{shown(text)} is no list of sizes", where="--hierarchical-cp", remedy="write numbers as in 2,2,4"
-        ) from None
 
 
 def _title(mesh: Mesh) -> str:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fxpar.cli.output import FAILED, FINE, CommandResult, Ui, amount, print_table, table, time_text
-from fxpar.cli.plan_flags import Request, command, whole_number
+from fxpar.cli.plan_flags import Request, whole_number
 from fxpar.cli.program_commands import OfStage, check_stage, steps, warn_unsplit
 from fxpar.errors import InputError
 
@@ -30,13 +30,6 @@ Sizes = Annotated[
     list[str] | None,
     typer.Option(metavar="SYMBOL=N", help="value of a symbol, for example b=8; the example's otherwise; repeatable"),
 ]
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the commands of this file."""
-    command(app, "diff")(diff)
-    command(app, "comm")(comm)
-    command(app, "regions")(regions)
 
 
 def diff(

@@ -15,8 +15,18 @@ from typing import TextIO
 
 import typer
 
-from fxpar.cli import explain, groups, inspection, memory, program_commands, schedule, verify_commands
+from fxpar.cli.explain import explain
+from fxpar.cli.groups import groups
+from fxpar.cli.inspection import comm, diff, regions
+from fxpar.cli.memory import memory, report
 from fxpar.cli.output import BAD_INPUT, INTERRUPTED, print_error, print_json
+from fxpar.cli.plan_flags import command
+from fxpar.cli.program_commands import passes, run, trace
+from fxpar.cli.schedule import schedule
+from fxpar.cli.verify_commands import bisect, verify
+
+# In the order in which the help lists them.
+_COMMANDS = (trace, passes, run, verify, bisect, explain, diff, comm, regions, memory, report, groups, schedule)
 
 # What writing to a full disk or to a pipe that nobody reads raises.
 _OUTPUT_FAULTS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -33,8 +43,8 @@ def _application() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    for family in (program_commands, verify_commands, explain, inspection, memory, groups, schedule):
-        family.register(app)
+    for body in _COMMANDS:
+        command(app, body)
     return app
 
 

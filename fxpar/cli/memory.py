@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fxpar.cli.inspection import Sizes, sizes_of
 from fxpar.cli.output import CommandResult, Ui
-from fxpar.cli.plan_flags import Request, command
+from fxpar.cli.plan_flags import Request
 from fxpar.cli.program_commands import OfStage, check_stage
 from fxpar.errors import InputError
 
@@ -33,12 +33,6 @@ _MEMORY = (
     *("name", "plan", "sizes", "optimizer", "device"),
     *("ranks", "modules", "activations", "peak", "phases", "largest", "stages"),
 )
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the commands of this file."""
-    command(app, "memory")(memory)
-    command(app, "report")(report)
 
 
 def memory(

@@ -80,7 +80,7 @@ def changed_plan(plan: Plan, values: Mapping[str, Any]) -> Plan:
     """
     changes: dict[str, Any] = {}
     for flag in plan_flags():
-        if given(values[flag.key]):
+        if is_given(values[flag.key]):
             owner = getattr(plan, flag.record) if flag.record else plan
             changes.setdefault(flag.record, {})[flag.field] = flag.change(owner, values[flag.key])
     flat = changes.pop("", {})
@@ -88,7 +88,7 @@ def changed_plan(plan: Plan, values: Mapping[str, Any]) -> Plan:
     return plan.replace(**flat, **records)
 
 
-def given(value: Any) -> bool:
+def is_given(value: Any) -> bool:
     """Returns whether a flag was given: typer has None or an empty list of one that was not."""
     return value is not None and value != []
 
@@ -125,6 +125,8 @@ def _flag(record: str, owner: type, field: str) -> Flag:
         change = functools.partial(_changed_record, field, name)
         return flag(_repeatable(name, "OPTION=VALUE", text), change)
     if typing.get_origin(kinds[0]) is tuple:
+        if typing.get_args(kinds[0])[0] is int:
+            return flag(_scalar(name, {str}, ("N,N…",), text), lambda _, words: whole_numbers(words, name))
         change = functools.partial(_longer_list, field)
         return flag(_repeatable(name, "GLOB", text), change)
     words = (CHOICES if owner is Plan else GROUP_CHOICES).get(field, ())
@@ -171,8 +173,20 @@ def whole_number(text: str | int) -> int:
     if isinstance(text, int):
         return text
     if not _NUMBER.fullmatch(text):
-        raise typer.BadParameter(f"{shown(text)} is no whole number of at most 20 digits")
+        raise typer.BadParameter(f"must be a whole number of at most 20 digits, got {shown(text)}")
     return int(text)
+
+
+def whole_numbers(text: str, where: str) -> tuple[int, ...]:
+    """Returns the numbers of a list with commas.
+
+    Raises:
+        InputError: a word of it is no whole number.
+    """
+    try:
+        return tuple(whole_number(word) for word in text.split(","))
+    except typer.BadParameter as error:
+        raise InputError(error.message, where=where, remedy="write whole numbers as in 2,2,4") from None
 
 
 def number(text: str | int | float) -> int | float:
@@ -186,7 +200,7 @@ def number(text: str | int | float) -> int | float:
     if _NUMBER.fullmatch(text):
         return int(text)
     if not _DECIMAL.fullmatch(text):
-        raise typer.BadParameter(f"{shown(text)} is no number")
+        raise typer.BadParameter(f"must be a number, got {shown(text)}")
     return float(text)
 
 
@@ -199,9 +213,8 @@ def yaml_value(text: str, where: str) -> Any:
     try:
         return _with_numbers(yaml.safe_load(text))
     except (yaml.YAMLError, ValueError, RecursionError):  # a number of too many digits, brackets in brackets
-        raise InputError(
-            f"{shown(text)} is no value", where=where, remedy="write a number, a word or [a, list]"
-        ) from None
+        reason, remedy = f"must be a value of YAML, got {shown(text)}", "write a number, a word or [a, list]"
+        raise InputError(reason, where=where, remedy=remedy) from None
 
 
 def _with_numbers(value: Any) -> Any:
@@ -249,8 +262,8 @@ def _of_kind(text: str, kinds: tuple[type, ...], where: str, form: str) -> Any:
         return text
     value = int(text) if _NUMBER.fullmatch(text) else yaml_value(text, where)
     if type(value) not in kinds:
-        what = "whole number" if kinds == (int,) else "number"
-        raise InputError(f"{shown(text)} is no {what}", where=where, remedy=f"write {form}")
+        what = "a whole number" if kinds == (int,) else "a number"
+        raise InputError(f"must be {what}, got {shown(text)}", where=where, remedy=f"write {form}")
     return value
 
 
@@ -351,7 +364,7 @@ def _request(
     values = {"--plan": plan, MODE_FLAG: train, "--batch": batch, "--seq": seq}
     values |= {flag.name: options[flag.key] for flag in plan_flags()}
     changed = changed_plan(Plan() if plan is None else Plan.load(plan), options)
-    return Request(model, changed, tuple(n for n, v in values.items() if given(v)), batch, seq, train is not False)
+    return Request(model, changed, tuple(n for n, v in values.items() if is_given(v)), batch, seq, train is not False)
 
 
 def _shared_parameters() -> list[inspect.Parameter]:
@@ -369,40 +382,46 @@ Passes = Annotated[
 ]
 
 
-def command(app: typer.Typer, name: str) -> Callable[[Callable[..., CommandResult]], Callable[..., CommandResult]]:
-    """Decorator that makes a function a command.
+def command(app: typer.Typer, body: Callable[..., CommandResult]) -> None:
+    """Makes a function a command of its name.
 
-    The function takes a `Ui` and, if its second parameter is a `Request`, the options of `_request`; further
-    parameters are options of its own. The command has `--json` too, prints the report and turns errors of fxpar into
-    one paragraph and an exit status.
+    The function takes a `Ui` and, if its second parameter is a `Request`, the options of `_request`; if it is another
+    record, a flag for each field of that. Further parameters are options of its own. The command has `--json` too,
+    prints the report and turns errors of fxpar into one paragraph and an exit status.
     """
+    hints = typing.get_type_hints(body, include_extras=True)
+    declared = list(inspect.signature(body).parameters.values())[1:]
+    shared, make = _record_options(hints[declared[0].name]) if declared else ([], None)
+    declared = [p.replace(annotation=hints[p.name]) for p in declared[make is not None :]]
+    flag = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in [*shared, *declared]]
 
-    def register(body: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
-        hints = typing.get_type_hints(body, include_extras=True)
-        declared = list(inspect.signature(body).parameters.values())[1:]
-        wants_request = bool(declared) and hints[declared[0].name] is Request
-        shared = _shared_parameters() if wants_request else []
-        declared = [p.replace(annotation=hints[p.name]) for p in declared[wants_request:]]
-        flag = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
-        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in [*shared, *declared]]
+    @functools.wraps(body)
+    def run(*, json: bool, **values: Any) -> None:
+        def work(ui: Ui) -> CommandResult:
+            record = () if make is None else (make(**{p.name: values.pop(p.name) for p in shared}),)
+            return body(ui, *record, **values)
 
-        @functools.wraps(body)
-        def run(*, json: bool, **values: Any) -> None:
-            def work(ui: Ui) -> CommandResult:
-                if not wants_request:
-                    return body(ui, **values)
-                request = _request(**{p.name: values.pop(p.name) for p in shared})
-                return body(ui, request, **values)
+        _run(work, Ui(json))
 
-            _run(work, Ui(json))
+    signature = inspect.Signature([*parameters, flag])
+    vars(run)["__signature__"] = signature
+    run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    app.command(body.__name__)(run)
 
-        signature = inspect.Signature([*parameters, flag])
-        vars(run)["__signature__"] = signature
-        run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-        app.command(name)(run)
-        return body
 
-    return register
+def _record_options(kind: Any) -> tuple[list[inspect.Parameter], Callable[..., Any] | None]:
+    """Returns the parameters of a command from which a record is made, and what makes it; none for others."""
+    if kind is Request:
+        return _shared_parameters(), _request
+    if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
+        return [], None
+    flags = [_flag("", kind, field.name) for field in dataclasses.fields(kind)]
+
+    def make(**values: Any) -> Any:
+        return kind(**{f.field: f.change(None, values[f.key]) for f in flags if is_given(values[f.key])})
+
+    return [flag.parameter for flag in flags], make
 
 
 def _run(work: Callable[[Ui], CommandResult], ui: Ui) -> None:

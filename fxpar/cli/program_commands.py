@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from fxpar.cli.output import CommandResult, Ui, print_table, print_text, table, write_text
-from fxpar.cli.plan_flags import Passes, Request, command, number_option
+from fxpar.cli.plan_flags import Passes, Request, number_option
 from fxpar.errors import InputError
 from fxpar.ir.properties import Property
 from fxpar.mesh.axes import Cuts
@@ -133,13 +133,6 @@ def run_stage(
     end = until if until in later else None
     program, more = run_passes(ui, stage_start, step_passes_of(stage), end, folder, step_only, last)
     return program, texts | more
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the commands of this file."""
-    command(app, "trace")(trace)
-    command(app, "passes")(passes)
-    command(app, "run")(run)
 
 
 def trace(

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fxpar.cli.output import CommandResult, Ui, print_table, table, write_text
-from fxpar.cli.plan_flags import command, number_option, whole_number
+from fxpar.cli.plan_flags import number_option, whole_numbers
 from fxpar.errors import InputError, ScheduleError, shown
 from fxpar.pipeline.compiler.builtin_schedules import SCHEDULES, build_schedule
 from fxpar.pipeline.compiler.schedules import MEANING, Action, Phase, Schedule, order_array, read_schedule
@@ -208,11 +208,6 @@ def _legend(proof: VerifiedSchedule, all_phases: list[Phase]) -> Iterator[str]:
 _ROWS = 64  # ranks that the table lists
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command of this file."""
-    command(app, "schedule")(schedule)
-
-
 def schedule(
     ui: Ui,
     pp: Annotated[int | None, number_option("ranks of the pipeline (default: those of the file)")] = None,
@@ -271,13 +266,11 @@ def _named(
 def _costs(text: str | None) -> Costs:
     if text is None:
         return Costs()
-    try:
-        forward, backward_input, backward_weight = (whole_number(word) for word in text.split(","))
-    except (ValueError, typer.BadParameter):
-        raise InputError(
-            f"{shown(text)} are no three costs", where="--costs", remedy="write whole numbers as in 10,11,9"
-        ) from None
-    return Costs(forward, backward_input, backward_weight)
+    numbers = whole_numbers(text, "--costs")
+    if len(numbers) != 3:
+        reason = f"must be three numbers, got {shown(text)}"
+        raise InputError(reason, where="--costs", remedy="write whole numbers as in 10,11,9")
+    return Costs(*numbers)
 
 
 def _title(schedule: Schedule) -> str:

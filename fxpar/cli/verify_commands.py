@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from fxpar.cli.output import FAILED, FINE, CommandResult, Ui, error_document, error_text, is_folder, print_table, table
-from fxpar.cli.plan_flags import Passes, Request, command
+from fxpar.cli.plan_flags import Passes, Request
 from fxpar.cli.program_commands import warn_unsplit, whole, whole_lines
 from fxpar.errors import CheckFailed, FxparError, InputError
 from fxpar.ir.properties import Property
@@ -24,12 +24,6 @@ if TYPE_CHECKING:
     from fxpar.manager import Pass
     from fxpar.verification import Verification
     from fxpar.verify.values import ValueReport
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the commands of this file."""
-    command(app, "verify")(verify)
-    command(app, "bisect")(bisect)
 
 
 def verify(

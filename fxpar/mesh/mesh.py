@@ -46,18 +46,18 @@ class Mesh:
     Attributes:
         tp: tensor parallel ranks.
         cp: context parallel ranks.
-        dp: data parallel ranks; None for what tp, cp and pp leave of the world, or 1 where `world_size` is None too.
+        dp: data parallel ranks, by default what tp, cp and pp leave of the world, or 1 without a `world_size`.
         pp: pipeline parallel ranks, of both parts.
         ep: expert parallel ranks.
-        etp: tensor parallel ranks within an expert; None for tp.
-        world_size: all ranks; None for tp·cp·dp·pp.
+        etp: tensor parallel ranks within an expert, by default tp.
+        world_size: all ranks, by default tp·cp·dp·pp.
         order: the axes from the fastest, whose neighbours are neighbouring ranks, to the slowest. Axes of size 1 may be
             left out. In the expert part etp stands in tp's place and edp in dp's.
         rank_offset: number of the first rank.
         virtual: stages of the pipeline that each rank holds; more than one needs pp > 1.
         hierarchical_cp: sizes of the levels of cp, from the fastest; their product is cp. The levels are the axes
             `cp1`, `cp2`, ….
-        kv_heads: key and value heads of the attention that tp splits. Where they are fewer than tp, that is
+        kv_heads: key and value heads that tp splits, in groups kv_in and kv_out. Where they are fewer than tp, that is
             kv_in·kv_out, kv_in fast: kv_out ranks apart hold different heads, kv_in neighbours the same (SPEC section
             2.2). None leaves tp whole.
 

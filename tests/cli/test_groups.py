@@ -67,8 +67,14 @@ def test_order_offset_and_factors_reach_the_mesh() -> None:
             "[0, 2], [1, 3], …, differ from those of the expert part, [0, 1], [2, 3], …",
         ),
         (("--virtual", "2"), "virtual=2 stages a rank need a pipeline, and pp=1"),
-        (("--cp", "4", "--hierarchical-cp", "2,x"), "--hierarchical-cp: '2,x' is no list of sizes"),
-        (("--cp", "4", "--hierarchical-cp", ""), "--hierarchical-cp: '' is no list of sizes"),
+        (
+            ("--cp", "4", "--hierarchical-cp", "2,x"),
+            "20 digits, got 'x'; write whole numbers as in 2,2,4",
+        ),
+        (
+            ("--cp", "4", "--hierarchical-cp", ""),
+            "--hierarchical-cp: must be a whole number",
+        ),
         (("--tp", "2", "--group", "ep-cp"), "'cp' is no axis of the expert part"),
         (("--tp", "2", "--svg", "/dev/null/picture.svg"), "/dev/null/picture.svg: "),
     ],
@@ -105,7 +111,7 @@ def test_a_world_of_one_has_no_grid() -> None:
 def test_a_terminal_gets_a_colour_for_each_group() -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, color_system="truecolor", width=120, markup=False)
-    groups(Ui(False), tp=2, dp=2).show(console)
+    groups(Ui(False), Mesh(tp=2, dp=2)).show(console)
     ranks = ((0, 1, 2), (1, 2, 3))  # of the first and the second group over tp, and over dp
     for number in (0, 1):
         red, green, blue = (int(COLOURS[number][place : place + 2], 16) for place in (1, 3, 5))
@@ -128,7 +134,7 @@ def test_a_large_world_is_cut_and_says_so(tmp_path: Path) -> None:
 
 def test_a_table_says_how_many_groups_it_leaves_out() -> None:
     stream = io.StringIO()
-    groups(Ui(False), tp=8, dp=64).show(Console(file=stream, width=400, markup=False))
+    groups(Ui(False), Mesh(tp=8, dp=64)).show(Console(file=stream, width=400, markup=False))
     (line,) = (line for line in stream.getvalue().splitlines() if line.startswith("tp  "))
     (more,) = re.findall(r"… (\d+) more", line)
     assert len(re.findall(r"[a-z]+\[", line)) + int(more) == 64

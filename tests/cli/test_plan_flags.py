@@ -121,7 +121,7 @@ def request_of(*line: str) -> Request:
         return CommandResult({}, lambda _: None)
 
     app = typer.Typer()
-    command(app, "keep")(keep)
+    command(app, keep)
     result = CliRunner().invoke(app, ["model", *line])
     assert result.exit_code == 0, result.output
     return requests[0]
