@@ -17,8 +17,7 @@ import typer
 
 from fxpar.cli.explain import explain
 from fxpar.cli.groups import groups
-from fxpar.cli.inspection import comm, diff, regions
-from fxpar.cli.memory import memory, report
+from fxpar.cli.inspection import comm, diff, memory, regions, report
 from fxpar.cli.output import BAD_INPUT, INTERRUPTED, print_error, print_json
 from fxpar.cli.plan_flags import command
 from fxpar.cli.program_commands import passes, run, trace
