@@ -22,13 +22,13 @@ _IDENTITY = 17
 
 
 def undifferentiated(*args: Any, **kwargs: Any) -> Sample:
-    """A call of which nothing is differentiated."""
+    """Returns a call of which nothing is differentiated."""
     count = len(tensors_of([*args, *kwargs.values()]))
     return differentiated(*args, fixed=tuple(range(count)), **kwargs)
 
 
 def element_wise(d: Draw) -> dict[str, Samples]:
-    """Gradients of operations on one tensor, of losses, and what these save."""
+    """Samples gradients of operations on one tensor, of losses, and what these save."""
     a, b, c = d.sizes(3)
     g, x = d.normal(a, b, c), d.normal(a, b, c)
     samples = {
@@ -65,7 +65,7 @@ def element_wise(d: Draw) -> dict[str, Samples]:
 
 
 def losses_and_norms(d: Draw) -> dict[str, Samples]:
-    """Losses of classes, forward and backward; layer norm; the table of an embedding."""
+    """Samples losses of classes, forward and backward; layer norm; the table of an embedding."""
     n, c, s = d.sizes(3)
     scores, image, weight = d.normal(n, c), d.normal(n, c, s, 2), d.x(c)
     target, of_image = d.i(c, n), d.i(c, n, s, 2)
@@ -102,7 +102,7 @@ def losses_and_norms(d: Draw) -> dict[str, Samples]:
 
 
 def places(d: Draw) -> dict[str, Samples]:
-    """Sums at indices, scatters, and gradients of padding and pooling."""
+    """Samples sums at indices, scatters, and gradients of padding and pooling."""
     a, b, c = d.sizes(3)
     x, index = d.x(a, b), d.i(a, c, b)
     once = torch.stack([torch.randperm(a, generator=torch.Generator().manual_seed(i))[: min(a, c)] for i in range(b)])
@@ -131,7 +131,7 @@ def places(d: Draw) -> dict[str, Samples]:
 
 
 def convolutions(d: Draw) -> dict[str, Samples]:
-    """Convolutions as autograd writes them, one gradient at a time; sums of threefold products."""
+    """Samples convolutions as autograd writes them, one gradient at a time; sums of threefold products."""
     n, c, o = (6, 6, 12) if d.even else d.sizes(3)
     x, kernel, g = d.x(n, c, 5), d.x(o, c, 3), d.x(n, o, 3)
     options = ([1], [0], [1], False, [0], 1)
@@ -162,21 +162,21 @@ def convolutions(d: Draw) -> dict[str, Samples]:
 
 
 def attention_forward(*args: Any, cuts: tuple[IndexCut, ...] = ()) -> tuple[Tensor, Tensor]:
-    """`fxpar.attention_forward` of a node with some identity; `cuts` say which block the probabilities are."""
+    """Computes `fxpar.attention_forward` of some identity; `cuts` say which block the probabilities are."""
     query, key, value, mask, rng, p, *options = args
     drops = None if rng is None else sdpa.Drops(rng, p, _IDENTITY, cuts)
     return sdpa.forward(sdpa.SdpaCall(query, key, value, mask, *options[:3]), drops)
 
 
 def attention_backward(*args: Any, cuts: tuple[IndexCut, ...] = ()) -> tuple[Tensor, ...]:
-    """`fxpar.attention_backward`, likewise."""
+    """Computes `fxpar.attention_backward`, likewise."""
     query, key, value, gradient, out, log_sum, mask, rng, p, *options, _, of_mask = args
     drops = None if rng is None else sdpa.Drops(rng, p, _IDENTITY, cuts)
     return sdpa.backward(sdpa.SdpaCall(query, key, value, mask, *options), gradient, out, log_sum, drops, of_mask)
 
 
 def attention(d: Draw) -> dict[str, Samples]:
-    """Attention that saves, and its gradients: plain, causal, grouped, masked, with dropout."""
+    """Samples attention that saves, and its gradients: plain, causal, grouped, masked, with dropout."""
     h, s, t = (6, 6, 6) if d.even else d.sizes(3)
     e = 2
     kv = h // 2 if h % 2 == 0 else h
@@ -212,7 +212,7 @@ _PAIRS = words("copysign.Tensor fmax fmin hypot logaddexp logaddexp2 clamp_max.T
 
 
 def elements(d: Draw) -> dict[str, Samples]:
-    """Element-wise functions that few models call."""
+    """Samples element-wise functions that few models call."""
     a, b, _ = d.sizes(3)
     x, row, column = d.x(a, b), d.x(b), d.x(a, 1)
     samples = {name: [sample(x)] for name in _ELEMENTS}
@@ -232,7 +232,7 @@ def elements(d: Draw) -> dict[str, Samples]:
 
 
 def reduced(d: Draw) -> dict[str, Samples]:
-    """Order statistics and moments: one value in place of a dimension."""
+    """Samples order statistics and moments: one value in place of a dimension."""
     a, b, c = d.sizes(3)
     x, y = d.normal(a, b, c), d.normal(a, b)
     samples = {f"{name}.dim": [sample(x, -1, True), sample(y, 0)] for name in ("median", "nanmedian")}
@@ -248,7 +248,7 @@ def reduced(d: Draw) -> dict[str, Samples]:
 
 
 def scans(d: Draw) -> dict[str, Samples]:
-    """What keeps a dimension and mixes it: running extrema, orders, turns, windows, repetition."""
+    """Samples what keeps a dimension and mixes it: running extrema, orders, turns, windows, repetition."""
     a, b, c = d.sizes(3)
     x, y, even = d.normal(a, b, c), d.normal(a, b), d.normal(a, b, 6)
     samples = {name: [sample(x, 1), sample(y, -1)] for name in ("cummax", "cummin")}
@@ -272,7 +272,7 @@ def scans(d: Draw) -> dict[str, Samples]:
 
 
 def pooled(d: Draw) -> dict[str, Samples]:
-    """Pooling and resampling of the last dimensions, with their gradients."""
+    """Samples pooling and resampling of the last dimensions, with their gradients."""
     a, b, _ = d.sizes(3)
     line, image, solid = d.normal(a, b, 4), d.normal(a, b, 4, 6), d.normal(a, b, 4, 2, 4)
     samples: dict[str, Samples] = {
@@ -315,7 +315,7 @@ def pooled(d: Draw) -> dict[str, Samples]:
 
 
 def sampled(d: Draw) -> dict[str, Samples]:
-    """Images that are read at points, and windows of them."""
+    """Samples images that are read at points, and windows of them."""
     n, c, _ = d.sizes(3)
     image, solid = d.normal(n, c, 4, 3), d.normal(n, c, 2, 3, 2)
     grid, far = d.normal(n, 2, 3, 2).tanh(), d.normal(n, 2, 1, 2, 3).tanh()
@@ -335,7 +335,7 @@ def sampled(d: Draw) -> dict[str, Samples]:
 
 
 def algebra(d: Draw) -> dict[str, Samples]:
-    """Matrices of a batch, distances of rows, and elements replaced at places."""
+    """Samples matrices of a batch, distances of rows, and elements replaced at places."""
     a, b, c = d.sizes(3)
     k = 3
     x = d.normal(a, b, k, k)
@@ -368,12 +368,12 @@ def algebra(d: Draw) -> dict[str, Samples]:
 
 
 def _sorted(d: Draw, experts: int, *lead: int) -> tuple[Tensor, Tensor]:
-    """An order of rows, and how many each expert has."""
+    """Returns an order of rows, and how many each expert has."""
     return sort_by_expert(d.i(experts, *lead, 4, 2), experts)
 
 
 def routed(d: Draw) -> dict[str, Samples]:
-    """Rows and experts' matrices: one group, groups with experts of their own, and groups that share experts."""
+    """Samples rows and experts' matrices: one group, groups with their experts, and groups that share them."""
     a, b, i, o = (6, 6, 6, 12) if d.even else d.sizes(4)
     experts, rows, tokens, k = 3, 7, 4, 2
     order = torch.stack([torch.tensor([5, 0, -1, 7, 2, 3, 6]).roll(shift) for shift in range(a * b)]).view(a, b, rows)

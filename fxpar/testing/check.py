@@ -84,12 +84,12 @@ class OracleReport:
 
     @property
     def legal(self) -> int:
-        """Legal signatures tried: accepted and missed."""
+        """Returns legal signatures tried: accepted and missed."""
         return sum(self.accepted.values()) + len(self.missed)
 
     @property
     def has_shard(self) -> bool:
-        """Whether a signature with a sharded operand is accepted."""
+        """Returns whether a signature with a sharded operand is accepted."""
         return any("S(" in text.partition(" → ")[0] for text in self.accepted)
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ class OracleReport:
 
 
 def plain_signatures(report: OracleReport) -> list[str]:
-    """The accepted signatures without those of factored dimensions, where there are any without."""
+    """Returns the accepted signatures without those of factored dimensions, where there are any without."""
     plain = [text for text in report.accepted if " x " not in text and "|" not in text]
     return plain or list(report.accepted)
 
@@ -119,12 +119,12 @@ _AXIS = "axis"
 
 @cache
 def on_one_axis(placement: Placement) -> Layout:
-    """The layout on the mesh of a rule."""
+    """Returns the layout on the mesh of a rule."""
     return Layout(((_AXIS, placement),))
 
 
 def make_node(trial: Trial) -> fx.Node:
-    """The call of a sample as a node of a graph."""
+    """Returns the call of a sample as a node of a graph."""
     graph = fx.Graph()
 
     def kind(t: torch.Tensor) -> TensorType:
@@ -140,7 +140,7 @@ def make_node(trial: Trial) -> fx.Node:
 
 
 def shards(size: int, dim: int, n: int, outers: Iterable[int], segments: Iterable[Sequence[int]]) -> list[Placement]:
-    """Shards of a dimension: the plain one even where n does not divide it, and the factored ones that fit."""
+    """Returns shards of a dimension: the plain one even where n does not divide it, and the factored ones that fit."""
     placements = {shard(dim, size): None} if size > 1 else {}
     divisors = [c for c in range(2, n) if n % c == 0]  # neighbours that may share a block
     for outer in outers:
@@ -164,7 +164,7 @@ def shards(size: int, dim: int, n: int, outers: Iterable[int], segments: Iterabl
 def candidates(
     t: torch.Tensor | TensorType, n: int, outers: Sequence[int], segments: Sequence[Sequence[int]], halves: bool = False
 ) -> list[Placement]:
-    """Placements to try for a tensor; `halves` adds a shard of the first half of each dimension."""
+    """Returns placements to try for a tensor; `halves` adds a shard of the first half of each dimension."""
     placements = [R] if t.dtype == torch.bool else [R, P]
     for dim, size in enumerate(t.shape):
         more = [*segments, (size // 2, size - size // 2)] if halves and size % (2 * n) == 0 else segments
@@ -173,13 +173,13 @@ def candidates(
 
 
 def padded(t: torch.Tensor | TensorType, n: int) -> list[Placement]:
-    """Each dimension in blocks with one or two elements of padding behind."""
+    """Returns each dimension in blocks with one or two elements of padding behind."""
     sizes = [(dim, size, -(-size // n) * n + n) for dim, size in enumerate(t.shape) if size > 1]
     return [Placement("S", dim, (Piece(1, size, padded=padded),)) for dim, size, padded in sizes]
 
 
 def _choices(trial: Trial, call: OpCall, outers: Sequence[int], halves: bool) -> list[list[Placement]]:
-    """Placements to try for each operand of a call."""
+    """Returns placements to try for each operand of a call."""
     choices = [candidates(t, call.n, outers, trial.sample.segments, halves) for t in trial.operands]
     for i, name in enumerate(call.names):
         if name == "indices" and not isinstance(trial.target, torch._ops.OpOverload):
@@ -190,7 +190,7 @@ def _choices(trial: Trial, call: OpCall, outers: Sequence[int], halves: bool) ->
 
 
 def _tried(trial: Trial, call: OpCall) -> Iterator[tuple[tuple[Placement, ...], bool]]:
-    """Placements of all operands, and whether refusing them can be a miss. Only few operands get many shards.
+    """Yields placements of all operands, and whether refusing them can be a miss. Only few operands get many shards.
 
     Of many operands some combinations are drawn, one or two of which are not whole, and what the rule proposes is
     tried besides (`_RuleJudge.seeds`).
@@ -211,7 +211,7 @@ _MOST_TRIED = 40_000
 
 
 def _some(choices: Sequence[Sequence[Placement]]) -> Iterator[tuple[Placement, ...]]:
-    """All with two operands that are not whole at most, and as many again with any."""
+    """Yields all with at most two operands that are not whole, and as many again with any."""
     for first, second in itertools.combinations(range(len(choices)), 2):
         for p, q in itertools.product(choices[first], choices[second]):
             yield tuple(p if i == first else q if i == second else R for i in range(len(choices)))
@@ -224,46 +224,73 @@ _DRAWN = 200
 
 
 def mixtures(placements: tuple[Placement, ...], carries: Sequence[bool]) -> Iterator[tuple[Placement, ...]]:
-    """The same with one or all replicated operands invariant: no operation takes both kinds."""
+    """Yields the same with one or all replicated operands invariant: no operation takes both kinds."""
     places = [i for i, p in enumerate(placements) if p == R and carries[i]]
     for chosen in [*([i] for i in places), places] if len(places) > 1 else [places] * bool(places):
         yield tuple(I if i in chosen else p for i, p in enumerate(placements))
 
 
-def _text(call: OpCall, ins: Sequence[Placement], outs: Sequence[Placement]) -> str:
-    left = ", ".join(f"{name} {p}" for name, p in zip(call.names, ins, strict=True))
-    return f"{left} → {', '.join(dict.fromkeys(map(str, outs)))}" if outs else left
+class Judge:
+    """Compares what is said of one trial with its ranks, and writes into a report.
 
+    Args:
+        trial: the call on the ranks.
+        other: the same on other values.
+        report: what the comparisons are written into.
+    """
 
-class _RuleJudge:
-    """Compares one rule with the ranks of one trial and writes into a report."""
+    def __init__(self, trial: Trial, other: Trial, report: OracleReport) -> None:
+        self.trial, self.other, self.report = trial, other, report
+        self.node = make_node(trial)
+        self.names = call_of(self.node, 1).names
 
-    def __init__(self, rule: Rule | None, trial: Trial, other: Trial, report: OracleReport) -> None:
-        self.rule, self.trial, self.other, self.report, self.call = (
-            rule,
-            trial,
-            other,
-            report,
-            call_of(make_node(trial), trial.axes[_AXIS]),
-        )
-        few = len(trial.operands) <= 2
-        outers, cuts = tuple(range(2, 37)) if few else (2,), trial.sample.segments
-        self.outs = [candidates(o, self.call.n, outers, cuts, few) for o in trial.outputs]
+    def finding(self, ins: Sequence[object], outs: Sequence[object], reason: str) -> Finding:
+        """Returns operands and outputs with what is wrong.
 
-    def finding(self, ins: Sequence[Placement], outs: Sequence[Placement], reason: str) -> Finding:
+        Args:
+            ins: the placement or layout of each operand.
+            outs: those of the outputs; empty where the operands were refused.
+        """
+        left = ", ".join(f"{name} {entry}" for name, entry in zip(self.names, ins, strict=True))
+        text = f"{left} → {', '.join(dict.fromkeys(map(str, outs)))}" if outs else left
         shapes = " ".join(str(list(t.shape)) for t in self.trial.operands)
-        return Finding(_text(self.call, ins, outs), str(self.call.n), shapes, reason)
+        return Finding(text, " x ".join(map(str, self.trial.axes.values())), shapes, reason)
 
-    @staticmethod
-    def fault(trial: Trial, ins: Sequence[Placement], index: int, out: Placement) -> str:
-        """What is wrong with an output being `out`; empty where all is right."""
-        return trial.fault([on_one_axis(p) for p in ins], index, on_one_axis(out))
-
-    def wrong(self, ins: Sequence[Placement], outs: Sequence[Placement], fault: str) -> None:
-        """Notes a false accept once, whether it was proposed or inferred."""
+    def wrong(self, ins: Sequence[object], outs: Sequence[object], fault: str) -> None:
+        """Notes a false accept once, whichever way it was come by."""
         finding = self.finding(ins, outs, fault)
         if finding not in self.report.false_accepts:
             self.report.false_accepts.append(finding)
+
+    def note(self, ins: Sequence[object], outs: Sequence[object], fault: str, *, count: bool = True) -> None:
+        """Notes what was accepted, wrongly where there is a fault."""
+        if fault:
+            self.wrong(ins, outs, fault)
+        elif count:
+            text = self.finding(ins, outs, "").signature
+            self.report.accepted[text] = self.report.accepted.get(text, 0) + 1
+
+
+def on_axis(placements: Iterable[Placement]) -> list[Layout]:
+    """Returns the layouts on the mesh of a rule."""
+    return [on_one_axis(placement) for placement in placements]
+
+
+def _first_fault(trial: Trial, ins: Sequence[Placement], outs: Sequence[Placement]) -> str:
+    """Returns what is wrong with the first wrong output; empty where all are right."""
+    faults = (trial.fault(on_axis(ins), index, on_one_axis(out)) for index, out in enumerate(outs))
+    return next(filter(None, faults), "")
+
+
+class _RuleJudge(Judge):
+    """Judges one rule."""
+
+    def __init__(self, rule: Rule | None, trial: Trial, other: Trial, report: OracleReport) -> None:
+        super().__init__(trial, other, report)
+        self.rule, self.call = rule, call_of(self.node, trial.axes[_AXIS])
+        few = len(trial.operands) <= 2
+        outers, cuts = tuple(range(2, 37)) if few else (2,), trial.sample.segments
+        self.outs = [candidates(o, self.call.n, outers, cuts, few) for o in trial.outputs]
 
     def seeds(self) -> None:
         """Checks the signatures that the rule proposes: `infer` must accept them, and they must be right."""
@@ -299,30 +326,22 @@ class _RuleJudge:
             self.report.refused += 1
 
     def accept(self, ins: Sequence[Placement], outs: tuple[Placement, ...], count: bool = True) -> None:
-        """An answer must divide, run, and be right in values and gradients."""
+        """Checks that an answer divides, runs, and is right in values and gradients."""
         fault = ""
         if len(outs) != len(self.trial.outputs):
             fault = f"{len(outs)} placements for {len(self.trial.outputs)} outputs"
         for p, t in zip(ins, self.trial.operands, strict=True):
             if not divides(p, t.shape, self.call.n):
                 fault = f"{p} does not divide {list(t.shape)}"
-        for index, out in enumerate(outs):
-            fault = fault or self.fault(self.trial, ins, index, out)
-        if fault:
-            self.wrong(ins, outs, fault)
-        elif count:
-            text = _text(self.call, ins, outs)
-            self.report.accepted[text] = self.report.accepted.get(text, 0) + 1
+        self.note(ins, outs, fault or _first_fault(self.trial, ins, outs), count=count)
 
     def is_legal(self, ins: Sequence[Placement]) -> bool:
-        """Whether every output has a placement that is right."""
+        """Returns whether every output has a placement that is right."""
         if not all(divides(p, t.shape, self.call.n) for p, t in zip(ins, self.trial.operands, strict=True)):
             return False
+        layouts = on_axis(ins)
         return all(
-            any(
-                not self.fault(self.trial, ins, index, out) and not self.fault(self.other, ins, index, out)
-                for out in outs
-            )
+            any(not any(t.fault(layouts, index, on_one_axis(out)) for t in (self.trial, self.other)) for out in outs)
             for index, outs in enumerate(self.outs)
         )
 
@@ -368,7 +387,7 @@ def check_operation(
 
 
 def report_table(reports: Sequence[OracleReport], notes: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The list of all operators: their legal, missed and wrong signatures, `notes` by name, and the totals."""
+    """Returns the list of all operators: their legal, missed and wrong signatures, `notes` by name, and the totals."""
     rows: list[tuple[Any, ...]] = [("operation", "legal", "missed", "wrong", "signatures")]
     for report in reports:
         shown = plain_signatures(report)
@@ -402,33 +421,19 @@ def check_marks(target: Target, samples: Sequence[Sample], shards: Sequence[int]
         operands = tensors_of([*call.args, *call.kwargs.values()])
         fixed_sample = sample(*call.args, segments=call.segments, fixed=tuple(range(len(operands))), **call.kwargs)
         for n in shards:
-            trial = Trial(target, fixed_sample, {"axis": n}, torch.Generator().manual_seed(0))
-            seen = call_of(make_node(trial), n)
+            trial = Trial(target, fixed_sample, {_AXIS: n}, torch.Generator().manual_seed(0))
+            judge, seen = Judge(trial, trial, report), call_of(make_node(trial), n)
             for ins in dict.fromkeys(_marked(rule, trial, seen)):
-                _judge(rule, trial, seen, ins, report)
+                outs = infer(rule, seen, ins, [False] * len(ins))
+                if isinstance(outs, Refusal):
+                    report.refused += 1
+                else:
+                    judge.note(ins, outs, _first_fault(trial, ins, outs))
     return report
 
 
-def _judge(rule: Rule, trial: Trial, call: OpCall, ins: tuple[Placement, ...], report: OracleReport) -> None:
-    outs = infer(rule, call, ins, [False] * len(ins))
-    if isinstance(outs, Refusal):
-        report.refused += 1
-        return
-    layouts = [on_one_axis(p) for p in ins]
-    fault = ""
-    for index, out in enumerate(outs):
-        fault = fault or trial.fault(layouts, index, on_one_axis(out))
-    left = ", ".join(f"{name} {p}" for name, p in zip(call.names, ins, strict=True))
-    text = f"{left} → {', '.join(dict.fromkeys(map(str, outs)))}"
-    if fault:
-        shapes = " ".join(str(list(t.shape)) for t in trial.operands)
-        report.false_accepts.append(Finding(text, str(call.n), shapes, fault))
-    else:
-        report.accepted[text] = report.accepted.get(text, 0) + 1
-
-
 def _marked(rule: Rule, trial: Trial, call: OpCall) -> Iterator[tuple[Placement, ...]]:
-    """What the rule proposes, and what one operand alone is, with every choice of marks, one of them at least."""
+    """Yields what the rule proposes, and one operand alone, with every choice of at least one mark."""
     proposed: dict[tuple[Placement, ...], None] = {}
     for index, operand in enumerate(trial.operands):
         for placement in (*candidates(operand, call.n, (2,), trial.sample.segments), *padded(operand, call.n)):
@@ -451,14 +456,14 @@ def _marked(rule: Rule, trial: Trial, call: OpCall) -> Iterator[tuple[Placement,
 
 
 def _with_sums(ins: tuple[Placement, ...]) -> Iterator[tuple[Placement, ...]]:
-    """The same with one whole operand as summands."""
+    """Yields the same with one whole operand as summands."""
     for i, placement in enumerate(ins):
         if placement == R:
             yield (*ins[:i], P, *ins[i + 1 :])
 
 
 def _with_padding(trial: Trial, call: OpCall, index: int, placement: Placement) -> Iterator[tuple[Placement, ...]]:
-    """A padded operand beside each other one that is padded alike: what is contracted, or aligned, there."""
+    """Yields a padded operand beside each other one that is padded alike: what is contracted, or aligned, there."""
     if not placement.is_padded or len(trial.operands) > 3:
         return
     size = trial.operands[index].shape[placement.dim]

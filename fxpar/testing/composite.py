@@ -52,7 +52,7 @@ def layer_norm_backward(
     bias: Tensor | None,
     output_mask: Sequence[bool],
 ) -> Any:
-    """`aten.native_layer_norm_backward`."""
+    """Calls `aten.native_layer_norm_backward`."""
     count = len(normalized_shape)
     _expect(grad_out.shape, input.shape)
     _expect(input.shape[-count:], normalized_shape)
@@ -66,14 +66,14 @@ def layer_norm_backward(
 
 
 def embedding_backward(grad_output: Tensor, indices: Tensor, *rest: Any) -> Any:
-    """`aten.embedding_dense_backward`."""
+    """Calls `aten.embedding_dense_backward`."""
     _expect(grad_output.shape[:-1], indices.shape)
     _expect_below(indices, rest[0], rest[1])
     return aten.embedding_dense_backward.default(grad_output, indices, *rest)
 
 
 def _behind(target: torch._ops.OpOverload, count: int) -> Callable[..., Any]:
-    """Gradient and operand may differ in so many last dimensions."""
+    """Returns a kernel whose gradient and operand may differ in so many last dimensions."""
 
     def kernel(grad_output: Tensor, self: Tensor, *rest: Any) -> Any:
         lead = self.dim() - count
@@ -84,7 +84,7 @@ def _behind(target: torch._ops.OpOverload, count: int) -> Callable[..., Any]:
 
 
 def _mirrored(target: torch._ops.OpOverload, count: int) -> Callable[..., Any]:
-    """As `_behind`; what is mirrored about the first and last element must be there."""
+    """Returns what `_behind` does; what is mirrored about the first and last element must be there."""
     kernel = _behind(target, count)
 
     def checked(grad_output: Tensor, self: Tensor, padding: Sequence[int]) -> Any:
@@ -97,7 +97,7 @@ def _mirrored(target: torch._ops.OpOverload, count: int) -> Callable[..., Any]:
 
 
 def _nll(target: torch._ops.OpOverload, first: int) -> Callable[..., Any]:
-    """Log-probabilities, targets and weights of a loss, or of its gradient, whose upstream gradient comes first."""
+    """Checks what a loss takes, or its gradient, whose upstream gradient comes first."""
 
     def kernel(*args: Any) -> Any:
         self, targets, weight, reduction, ignored = args[first : first + 5]
@@ -113,7 +113,7 @@ def _nll(target: torch._ops.OpOverload, first: int) -> Callable[..., Any]:
 
 
 def _pooled(target: torch._ops.OpOverload, count: int) -> Callable[..., Any]:
-    """Gradient, operand and, where a maximum was taken, the places of the last dimensions that it was taken from."""
+    """Checks gradient, operand and the places of the last dimensions where a maximum was taken."""
     is_average = "avg" in target._schema.name
     kernel = _behind(target, count)
 
@@ -163,56 +163,56 @@ _IDENTITY = 17
 
 
 def dropout(x: Tensor, rng: Tensor, p: float, indices: object = (), *, cuts: Sequence[IndexCut] = ()) -> Tensor:
-    """`fxpar.dropout` of a node with some identity; `cuts` say which block of the whole `x` is."""
+    """Computes `fxpar.dropout` of a node with some identity; `cuts` say which block of the whole `x` is."""
     return counter.dropout(x, rng, p, _IDENTITY, cuts)
 
 
 def uniform(size: Sequence[int], rng: Tensor, dtype: torch.dtype) -> Tensor:
-    """`fxpar.uniform` of a node with some identity."""
+    """Computes `fxpar.uniform` of a node with some identity."""
     return counter.uniform(size, rng, dtype, _IDENTITY)
 
 
 def uniform_like(
     x: Tensor, rng: Tensor, dtype: torch.dtype, indices: object = (), *, cuts: Sequence[IndexCut] = ()
 ) -> Tensor:
-    """`fxpar.uniform_like`, as `dropout`."""
+    """Computes `fxpar.uniform_like`, as `dropout`."""
     return counter.uniform_like(x, rng, dtype, _IDENTITY, cuts)
 
 
 def drawn(x: Tensor, *args: Any, cuts: Sequence[IndexCut] = (), **kwargs: Any) -> Tensor:
-    """Any operator of torch that draws bits for the shape of `x`, until the counter generator stands in for it."""
+    """Stands in for operators of torch that draw bits for the shape of `x`, as the counter generator does."""
     return uniform_like(x, torch.tensor([3, 1, 2]), torch.float64, cuts=cuts)
 
 
 def drawn_below(*args: Any, cuts: Sequence[IndexCut] = ()) -> Tensor:
-    """One that draws bits for the values of its last operand, as `bernoulli` does."""
+    """Stands in for operators that draw bits for the values of their last operand, as `bernoulli` does."""
     probability = next(value for value in reversed(args) if isinstance(value, Tensor))
     return (drawn(args[0], cuts=cuts) < probability).to(args[0].dtype)
 
 
 def rrelu(x: Tensor, *args: Any, cuts: Sequence[IndexCut] = ()) -> Tensor:
-    """With slopes of the counter generator."""
+    """Computes rrelu with slopes of the counter generator."""
     return torch.where(x >= 0, x, x * drawn(x, cuts=cuts))
 
 
 def attention(*args: Any, cuts: Sequence[IndexCut] = ()) -> Tensor:
-    """`fxpar.attention` of a node with some identity; `cuts` say which block of the whole the probabilities are."""
+    """Computes `fxpar.attention` of some identity; `cuts` say which block of the whole the probabilities are."""
     query, key, value, mask, rng, p, *options = args
     return sdpa.attention_with_dropout((query, key, value, mask, *options[:3]), (rng, p, _IDENTITY, cuts))
 
 
 def function(*args: Any, path: str) -> Any:
-    """`fxpar.function`."""
+    """Calls an autograd function."""
     return resolve_function(path).apply(*args)
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """`v * g / |v|` written out: the fused kernel reads beyond operands whose sizes do not match."""
+    """Computes `v * g / |v|`: the fused kernel reads beyond operands whose sizes do not match."""
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
 def overload(name: str) -> torch._ops.OpOverload:
-    """The operator `bernoulli.p` of aten; `uniform` is `uniform.default`."""
+    """Returns the operator `bernoulli.p` of aten; `uniform` is `uniform.default`."""
     packet, _, which = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), which or "default")  # type: ignore[no-any-return]
 
@@ -248,20 +248,20 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        """Two tensors of one shape."""
+        """Takes two tensors of one shape."""
         ctx.save_for_backward(x, w)
         return x * w.sigmoid()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
-        """The gradients of both."""
+        """Returns the gradients of both."""
         x, w = ctx.saved_tensors
         open_ = w.sigmoid()
         return grads[0] * open_, grads[0] * x * open_ * (1 - open_)
 
 
 def composite(d: Draw) -> dict[str, Samples]:
-    """fxpar's own operators: with and without a rank's index; attention as it comes in models."""
+    """Samples fxpar's own operators: with and without a rank's index; attention as it comes in models."""
     h, s, t, e = (6, 6, 6, 2) if d.even else d.sizes(4)
     x, q, k, v = d.x(h, s), d.normal(h, s, e), d.normal(h, t, e), d.normal(h, t, e)
     kv = h // 2 if h % 2 == 0 else h

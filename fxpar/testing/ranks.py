@@ -58,12 +58,12 @@ class Sample:
 def sample(
     *args: Any, segments: tuple[tuple[int, ...], ...] = (), fixed: tuple[int, ...] = (), **kwargs: Any
 ) -> Sample:
-    """A sample written as the call."""
+    """Returns a sample written as the call."""
     return Sample(args, kwargs, segments, fixed)
 
 
 def shuffled(call: Sample, generator: torch.Generator) -> Sample:
-    """The same call on other values: the elements of every operand in another order."""
+    """Returns the same call on other values: the elements of every operand in another order."""
 
     def visit(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
@@ -76,12 +76,12 @@ def shuffled(call: Sample, generator: torch.Generator) -> Sample:
 
 @lru_cache(maxsize=4096)
 def _index(placement: Placement, n: int, rank: int) -> torch.Tensor:
-    """`held` as a tensor."""
+    """Returns `local_positions` as a tensor."""
     return torch.tensor(local_positions(placement, n, rank), dtype=torch.int64)
 
 
 def local_positions(placement: Placement, n: int, rank: int) -> list[int]:
-    """Positions of the sharded dimension that a rank holds, in the order in which it holds them."""
+    """Returns positions of the sharded dimension that a rank holds, in the order in which it holds them."""
     return _held(placement.pieces, n, rank, 0)
 
 
@@ -103,14 +103,14 @@ def _held(pieces: Sequence[Piece], n: int, rank: int, start: int) -> list[int]:
 
 
 def padding(placement: Placement, n: int, rank: int) -> int:
-    """Elements that a rank holds behind those of the value."""
+    """Returns elements that a rank holds behind those of the value."""
     return sum(int(piece.padded) // n for piece in placement.pieces if piece.padded) - (
         len(local_positions(placement, n, rank)) if placement.is_padded else 0
     )
 
 
 def divides(placement: Placement, shape: Sequence[int], n: int) -> bool:
-    """Whether the pieces cover the dimension exactly and every run falls into equal blocks, n or n/c."""
+    """Returns whether the pieces cover the dimension exactly and every run falls into equal blocks, n or n/c."""
     if not placement.is_shard:
         return True
     total = sum(int(p.outer) * int(p.size) for p in placement.pieces)
@@ -131,12 +131,12 @@ def _block(x: torch.Tensor, placement: Placement, n: int, rank: int) -> torch.Te
 
 
 def is_continuous(x: torch.Tensor) -> bool:
-    """Whether its numbers are real or complex, so that it can have a gradient."""
+    """Returns whether its numbers are real or complex, so that it can have a gradient."""
     return x.is_floating_point() or x.is_complex()
 
 
 def random_like(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A gradient for it: normal numbers, real unless its own are complex."""
+    """Returns a gradient for it: normal numbers, real unless its own are complex."""
     dtype = torch.complex128 if x.is_complex() else torch.float64
     return torch.randn(x.shape, generator=generator, dtype=dtype)
 
@@ -152,7 +152,7 @@ def _summands(x: torch.Tensor, n: int, generator: torch.Generator) -> list[torch
 def _padded(
     part: torch.Tensor, placement: Placement, n: int, rank: int, generator: torch.Generator | None
 ) -> torch.Tensor:
-    """The part with its padding: anything, or zeros where there is no generator."""
+    """Returns the part with its padding: anything, or zeros where there is no generator."""
     count = padding(placement, n, rank)
     if not count:
         return part
@@ -169,7 +169,7 @@ def _unpadded(part: torch.Tensor, placement: Placement, n: int, rank: int) -> to
 
 
 def place(x: torch.Tensor, placement: Placement, n: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """What each rank holds of the value x."""
+    """Returns what each rank holds of the value x."""
     if placement.kind == "P":
         return _summands(x, n, generator)
     if placement.partial:
@@ -183,7 +183,7 @@ def place(x: torch.Tensor, placement: Placement, n: int, generator: torch.Genera
 
 
 def place_gradient(g: torch.Tensor, placement: Placement, n: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """What each rank holds of the gradient of a value so placed."""
+    """Returns what each rank holds of the gradient of a value so placed."""
     if placement.kind in "IP":
         return [g] * n
     if not placement.is_shard:
@@ -194,7 +194,7 @@ def place_gradient(g: torch.Tensor, placement: Placement, n: int, generator: tor
 
 
 def _shared_summands(g: torch.Tensor, placement: Placement, n: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """Of each element random summands on the ranks that hold it, which the last of them makes up to g."""
+    """Returns random summands of each element on the ranks that hold it, which the last makes up to g."""
     missing, last = g.clone(), {p: rank for rank in range(n) for p in local_positions(placement, n, rank)}
     summands = []
     for rank in range(n):
@@ -208,7 +208,7 @@ def _shared_summands(g: torch.Tensor, placement: Placement, n: int, generator: t
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether tensors are the same, up to rounding."""
+    """Returns whether tensors are the same, up to rounding."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     is_equal = torch.equal(a, b)
@@ -219,7 +219,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _alike(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """What all ranks hold; None where they hold different things."""
+    """Returns what all ranks hold; None where they hold different things."""
     return parts[0] if all(part is parts[0] or close(part, parts[0]) for part in parts[1:]) else None
 
 
@@ -232,7 +232,7 @@ def _summed(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
 def _blocks(
     parts: Sequence[torch.Tensor], placement: Placement
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]] | None:
-    """A zero tensor of the whole's shape, and each rank's positions and elements without padding.
+    """Returns a zero tensor of the whole's shape, and each rank's positions and elements without padding.
 
     None where a rank has another number of them.
     """
@@ -250,14 +250,14 @@ def _blocks(
 def _has_zeros_behind(
     part: torch.Tensor, positions: torch.Tensor, elements: torch.Tensor, placement: Placement
 ) -> bool:
-    """Whether a rank holds nothing but zeros behind its elements."""
+    """Returns whether a rank holds nothing but zeros behind its elements."""
     assert elements.shape[placement.dim] == len(positions)
     behind = part.narrow(placement.dim, len(positions), part.shape[placement.dim] - len(positions))
     return not behind.numel() or float(behind.abs().max()) <= TOLERANCE
 
 
 def value_of(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor | None:
-    """The value of which the ranks' parts are so placed; None where they are none of one."""
+    """Returns the value of which the ranks' parts are so placed; None where they are none of one."""
     if not placement.is_shard:
         return _summed(parts) if placement.kind == "P" else _alike(parts)
     blocks = _blocks(parts, placement)
@@ -277,7 +277,7 @@ def value_of(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tenso
 
 
 def gradient_of(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor | None:
-    """The gradient of which the ranks' parts are those of a value so placed; None where they are none of one."""
+    """Returns the gradient whose parts, of a value so placed, the ranks have; None where there is none."""
     if placement.kind in "IP":
         return _alike(parts)
     if not placement.is_shard:
@@ -296,19 +296,19 @@ def gradient_of(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Te
 
 
 def agree(parts: Sequence[torch.Tensor], placement: Placement, x: torch.Tensor) -> bool:
-    """Whether the ranks' parts are the value x as placed."""
+    """Returns whether the ranks' parts are the value x as placed."""
     whole = value_of(parts, placement)
     return whole is not None and close(whole, x)
 
 
 def agree_gradient(parts: Sequence[torch.Tensor], placement: Placement, g: torch.Tensor) -> bool:
-    """Whether the ranks' parts are the gradient g of a value so placed."""
+    """Returns whether the ranks' parts are the gradient g of a value so placed."""
     whole = gradient_of(parts, placement)
     return whole is not None and close(whole, g)
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors of arguments or results in order, lists flattened."""
+    """Returns the tensors of arguments or results in order, lists flattened."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -317,7 +317,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def with_tensors(value: Any, tensors: Sequence[Any]) -> Any:
-    """The arguments with other values in place of the tensors, in the order of `tensors_of`."""
+    """Returns the arguments with other values in place of the tensors, in the order of `tensors_of`."""
     remaining = iter(tensors)
 
     def visit(item: Any) -> Any:

@@ -135,7 +135,7 @@ LEFT_OUT: Mapping[str, str] = {
 
 
 def full_name(name: str) -> str:
-    """The name in the table of rules: `aten.relu.default` for `relu`, `fxpar.dropout` for itself."""
+    """Returns the name in the table of rules: `aten.relu.default` for `relu`, `fxpar.dropout` for itself."""
     if name.startswith("fxpar."):
         return name
     return f"aten.{name}" if "." in name else f"aten.{name}.default"
@@ -167,7 +167,7 @@ diff
 
 
 def operator_of(name: str) -> Target:
-    """The operator of a name in the table of rules: `aten.view.default`, `fxpar.dropout`."""
+    """Returns the operator of a name in the table of rules: `aten.view.default`, `fxpar.dropout`."""
     if name.removeprefix("fxpar.") in OPERATORS:
         return OPERATORS[name.removeprefix("fxpar.")]
     library, packet, which = name.split(".")
@@ -175,7 +175,7 @@ def operator_of(name: str) -> Target:
 
 
 def operations(seed: int, even: bool) -> dict[str, OpSamples]:
-    """Every operation with samples, by name; those without a tensor operand come last.
+    """Samples every operation with samples, by name; those without a tensor operand come last.
 
     Args:
         seed: of sizes and values.

@@ -32,21 +32,21 @@ class Draw:
         self._generator = torch.Generator().manual_seed(seed)
 
     def sizes(self, count: int) -> list[int]:
-        """Sizes of `count` dimensions: distinct where there are enough."""
+        """Returns sizes of `count` dimensions: distinct where there are enough."""
         if not self.even:
             return self._random.sample(range(2, 11), count)
         return self._random.sample((6, 6, 6, 12, 12) if count > 2 else (6, 12, 18), count)
 
     def x(self, *shape: int) -> torch.Tensor:
-        """Values between 0.2 and 0.8."""
+        """Returns values between 0.2 and 0.8."""
         return 0.2 + 0.6 * torch.rand(shape, generator=self._generator, dtype=torch.float64)
 
     def normal(self, *shape: int) -> torch.Tensor:
-        """Values of both signs."""
+        """Returns values of both signs."""
         return torch.randn(shape, generator=self._generator, dtype=torch.float64)
 
     def z(self, *shape: int) -> torch.Tensor:
-        """Complex values."""
+        """Returns complex values."""
         return torch.complex(self.normal(*shape), self.normal(*shape))
 
     def i(self, high: int, *shape: int) -> torch.Tensor:
@@ -65,7 +65,7 @@ Build = Callable[[Draw], Mapping[str, Samples]]
 
 
 def words(text: str) -> tuple[str, ...]:
-    """The words of a text."""
+    """Returns the words of a text."""
     return tuple(text.split())
 
 
@@ -79,7 +79,7 @@ _COMPARE = words("eq ne le lt ge gt")
 
 
 def unary(d: Draw) -> dict[str, Samples]:
-    """Operations on one tensor, element by element."""
+    """Samples operations on one tensor, element by element."""
     a, b, c = d.sizes(3)
     x = d.x(a, b, c)
     samples = {name: [sample(x)] for name in _UNARY}
@@ -126,7 +126,7 @@ def unary(d: Draw) -> dict[str, Samples]:
 
 
 def complexes(d: Draw) -> dict[str, Samples]:
-    """Complex numbers, their parts, and products of them: rotations of queries and keys."""
+    """Samples complex numbers, their parts, and products of them: rotations of queries and keys."""
     a, b, c = d.sizes(3)
     x, z = d.normal(a, b), d.z(a, b, c)
     samples = {name: [sample(z), sample(x)] for name in words("resolve_conj resolve_neg angle real")}
@@ -145,7 +145,7 @@ def complexes(d: Draw) -> dict[str, Samples]:
 
 
 def binary(d: Draw) -> dict[str, Samples]:
-    """Operations on several tensors, element by element, with broadcasting."""
+    """Samples operations on several tensors, element by element, with broadcasting."""
     a, b, c = d.sizes(3)
     x, y = d.x(a, b, c), d.x(a, b, c)
     pairs = [sample(x, y), sample(d.x(a, b), d.x(b)), sample(d.x(a, 1), d.x(1, b)), sample(d.x(b), d.x(a, 1))]
@@ -185,7 +185,7 @@ def binary(d: Draw) -> dict[str, Samples]:
 
 
 def products(d: Draw) -> dict[str, Samples]:
-    """Matrix products and convolutions."""
+    """Samples matrix products and convolutions."""
     b, m, k, n = (6, 6, 12, 6) if d.even else d.sizes(4)
     image, kernel = d.x(b, m, 5, 4), d.x(n, m, 3, 2)
     return {
@@ -230,7 +230,7 @@ bm,b,m ...m->m m,k ,mk->k ...,...->... mKn,Kb m...k,k...n->m...n bm,bm->bm mk,bn
 
 
 def contractions(d: Draw) -> dict[str, Samples]:
-    """Products whose labels stand in the call: batched, broadcast, diagonal, of one operand and of many."""
+    """Samples products whose labels stand in the call: batched, broadcast, diagonal, of one operand and of many."""
     size = dict(zip("bmkn", (6, 6, 12, 6) if d.even else d.sizes(4), strict=True))
     size |= {"K": size["m"]}
 
@@ -263,7 +263,7 @@ def contractions(d: Draw) -> dict[str, Samples]:
 
 
 def attention(d: Draw) -> dict[str, Samples]:
-    """Scaled dot-product attention: plain, causal, grouped, multi-query, with masks; queries unlike keys in number."""
+    """Samples scaled dot-product attention: plain, causal, grouped, multi-query, masked, of unlike lengths."""
     b, h, s, t = (6, 12, 6, 6) if d.even else d.sizes(4)
     e, v = 2, 6 if d.even else d.sizes(1)[0]
     q, k, value = d.normal(b, h, s, e), d.normal(b, h, t, e), d.normal(b, h, t, v)
@@ -283,7 +283,7 @@ def attention(d: Draw) -> dict[str, Samples]:
 
 
 def masked_attention(d: Draw) -> dict[str, Samples]:
-    """Attention on four dimensions with a mask that is broadcast over the heads."""
+    """Samples attention on four dimensions with a mask that is broadcast over the heads."""
     b, h, s = (6, 6, 6) if d.even else d.sizes(3)
     q, k, v = (d.normal(b, h, s, 2) for _ in range(3))
     return {
@@ -292,7 +292,7 @@ def masked_attention(d: Draw) -> dict[str, Samples]:
 
 
 def reductions(d: Draw) -> dict[str, Samples]:
-    """Reductions, softmax and norms."""
+    """Samples reductions, softmax and norms."""
     a, b, c = d.sizes(3)
     x, y, weight = d.normal(a, b, c), d.normal(a, b), (d.x(c), d.x(c))
     samples = {
@@ -342,7 +342,7 @@ def reductions(d: Draw) -> dict[str, Samples]:
 
 
 def losses(d: Draw) -> dict[str, Samples]:
-    """Losses: all reductions, ignored targets, smoothing, class weights, further dimensions."""
+    """Samples losses: all reductions, ignored targets, smoothing, class weights, further dimensions."""
     n, c, s = d.sizes(3)
     logits, target = d.normal(n, c), d.i(c, n)
     ignored = torch.where(d.mask(n), target, -100)
@@ -391,7 +391,7 @@ def losses(d: Draw) -> dict[str, Samples]:
 
 
 def views(d: Draw) -> dict[str, Samples]:
-    """Views and permutations: heads split and merged, fused projections, flattened batches, squeezed dimensions."""
+    """Samples views and permutations: split and merged heads, fused projections, flat batches, squeezes."""
     a, b, c = d.sizes(3)
     x = d.x(a, b, c)
     merged = [
@@ -456,7 +456,7 @@ def views(d: Draw) -> dict[str, Samples]:
 
 
 def parts(d: Draw) -> dict[str, Samples]:
-    """Slices, splits and concatenations, with fused dimensions of several segments."""
+    """Samples slices, splits and concatenations, with fused dimensions of several segments."""
     a, b, c = d.sizes(3)
     x = d.x(a, b)
     fused, equal = d.x(a, 2 * b + 2 * c), d.x(a, 3 * b)
@@ -495,7 +495,7 @@ def parts(d: Draw) -> dict[str, Samples]:
 
 
 def indexing(d: Draw) -> dict[str, Samples]:
-    """Operations that pick elements by integer tensors."""
+    """Samples operations that pick elements by integer tensors."""
     a, b, c = d.sizes(3)
     x = d.x(a, b)
     return {
@@ -525,7 +525,7 @@ def indexing(d: Draw) -> dict[str, Samples]:
 
 
 def creation(d: Draw) -> dict[str, Samples]:
-    """Tensors made in the element type of another."""
+    """Samples tensors made in the element type of another."""
     a, b, c = d.sizes(3)
     x = d.x(a, b)
     return {

@@ -31,7 +31,7 @@ from fxpar.layout.nesting import misfit, spelled
 from fxpar.rules import OpCall, Refusal, call_of, key_of, partial_signatures, rule_of, seed_signature
 from fxpar.rules.inference import Context, infer_node, peeled_call
 from fxpar.rules.table import inferred
-from fxpar.testing.check import Finding, OracleReport, candidates, make_node, mixtures, padded
+from fxpar.testing.check import Judge, OracleReport, candidates, make_node, mixtures, padded
 from fxpar.testing.ranks import Sample, sample, shuffled
 from fxpar.testing.trial import Target, Trial, fits, local_bounds
 
@@ -68,7 +68,7 @@ def check_on_mesh(
 
 
 def _with_two_indices(target: Target, call: Sample) -> Sample:
-    """An operator that takes one axis' index takes those of both."""
+    """Returns an operator that takes one axis' index takes those of both."""
     if not isinstance(target, GraphOperator) or "indices" not in target.signature.parameters:
         return call
     place = list(target.signature.parameters).index("indices")
@@ -78,21 +78,19 @@ def _with_two_indices(target: Target, call: Sample) -> Sample:
     return sample(*args, segments=call.segments, fixed=call.fixed, **call.kwargs)
 
 
-class _TypeCheckJudge:
-    """Compares the type check with the ranks of one trial and writes into a report."""
+class _TypeCheckJudge(Judge):
+    """Judges the type check."""
 
     def __init__(self, trial: Trial, other: Trial, report: OracleReport) -> None:
-        self.trial, self.other, self.report = trial, other, report
-        self.node = make_node(trial)
+        super().__init__(trial, other, report)
         self.flags = [output.requires_grad for output in trial.outputs]
-        self.names = call_of(self.node, 1).names
 
     def judge(self, layouts: Layouts) -> None:
         """Checks the answer for operands so laid out, which the type check has let pass so far."""
         for layout, operand in zip(layouts, self.trial.operands, strict=True):
             is_right = fits(layout, operand.shape, self.trial.axes)
             if is_right != (not misfit(layout, operand.shape, self.trial.axes)):
-                self.wrong(self.finding(layouts, (), f"{layout} {'fits' if is_right else 'does not fit'}"))
+                self.wrong(layouts, (), f"{layout} {'fits' if is_right else 'does not fit'}")
             if not is_right:
                 return
         try:
@@ -108,11 +106,11 @@ class _TypeCheckJudge:
             self.as_localised(layouts)
 
     def inferred(self, layouts: Layouts) -> Layouts:
-        """What the type check says."""
+        """Returns what the type check says."""
         return infer_node(self.node, Context(layouts, self.trial.carries, self.flags, self.trial.axes))
 
     def as_localised(self, layouts: Layouts) -> None:
-        """The same with the bounds of a rank's part, as a localised program has them."""
+        """Checks the same with the bounds of a rank's part, as a localised program has them."""
         bounds = local_bounds(self.trial, layouts[0])
         if isinstance(bounds, str):
             return
@@ -128,23 +126,12 @@ class _TypeCheckJudge:
         self.accept(layouts, outs)
 
     def accept(self, layouts: Layouts, outs: Layouts) -> None:
-        """An answer must run, and be right in values and gradients."""
-        fault = ""
-        for index, out in enumerate(outs):
-            fault = fault or self.trial.fault(layouts, index, out)
-        finding = self.finding(layouts, outs, fault)
-        if fault:
-            self.wrong(finding)
-        else:
-            self.report.accepted[finding.signature] = self.report.accepted.get(finding.signature, 0) + 1
-
-    def wrong(self, finding: Finding) -> None:
-        """Notes a false accept once."""
-        if finding not in self.report.false_accepts:
-            self.report.false_accepts.append(finding)
+        """Checks that an answer runs, and is right in values and gradients."""
+        faults = (self.trial.fault(layouts, index, out) for index, out in enumerate(outs))
+        self.note(layouts, outs, next(filter(None, faults), ""))
 
     def is_legal(self, layouts: Layouts) -> bool:
-        """Whether every output has a plain layout that is right, for these values and for shuffled ones."""
+        """Returns whether every output has a plain layout that is right, for these values and for shuffled ones."""
         return all(
             any(
                 not self.trial.fault(layouts, index, out) and not self.other.fault(layouts, index, out)
@@ -153,19 +140,12 @@ class _TypeCheckJudge:
             for index, output in enumerate(self.trial.outputs)
         )
 
-    def finding(self, layouts: Layouts, outs: Layouts, reason: str) -> Finding:
-        """Operands and outputs with what is wrong."""
-        left = ", ".join(f"{name} {layout}" for name, layout in zip(self.names, layouts, strict=True))
-        text = f"{left} → {', '.join(dict.fromkeys(map(str, outs)))}" if outs else left
-        shapes = " ".join(str(list(t.shape)) for t in self.trial.operands)
-        return Finding(text, " x ".join(map(str, self.trial.axes.values())), shapes, reason)
-
 
 # ---------------------------------------------------------------------- what is tried
 
 
 def _drawn(trial: Trial, order: tuple[str, ...], count: int, draw: random.Random) -> Iterator[Layouts]:
-    """Layouts that rules allow on the first axis, and on the second over what that leaves."""
+    """Yields layouts that rules allow on the first axis, and on the second over what that leaves."""
     (outer, inner), segments = order, trial.sample.segments
     call = call_of(make_node(trial), trial.axes[outer])
     pairs: dict[Hashable, list[Layouts]] = {}
@@ -206,7 +186,7 @@ def _legal(
 
 
 def _with_index(call: OpCall, ins: tuple[Placement, ...]) -> Iterator[tuple[Placement, ...]]:
-    """The same operands, and with each of the axes' indices as this axis' own."""
+    """Yields the same operands, and with each of the axes' indices as this axis' own."""
     yield ins
     for index, name in enumerate(call.names):
         if name == "indices" and isinstance(call.target, GraphOperator):
@@ -216,7 +196,7 @@ def _with_index(call: OpCall, ins: tuple[Placement, ...]) -> Iterator[tuple[Plac
 def _some_of_each(
     choices: Sequence[_Placements], form: Callable[[_Placements], Hashable], count: int, draw: random.Random
 ) -> list[_Placements]:
-    """One of each form at least."""
+    """Returns at least one of each form."""
     groups: dict[Hashable, list[_Placements]] = {}
     for placements in choices:
         groups.setdefault(form(placements), []).append(placements)
@@ -224,14 +204,14 @@ def _some_of_each(
 
 
 def _in_turn(groups: Sequence[list[_T]], count: int, draw: random.Random) -> Iterator[_T]:
-    """One of each group at random, then another of each, until there are `count`."""
+    """Yields one of each group at random, then another of each, until there are `count`."""
     shuffled_groups = [draw.sample(group, len(group)) for group in draw.sample(list(groups), len(groups))]
     turns = (item for turn in itertools.zip_longest(*shuffled_groups) for item in turn if item is not None)
     yield from itertools.islice(turns, count)
 
 
 def _form(placements: Sequence[Placement]) -> Hashable:
-    """The kinds of the operands and the forms of their cuts."""
+    """Returns the kinds of the operands and the forms of their cuts."""
     return frozenset(
         (p.kind, len(p.pieces), any(piece.outer != 1 for piece in p.pieces), p.is_shared, p.is_padded)
         for p in placements
@@ -239,25 +219,25 @@ def _form(placements: Sequence[Placement]) -> Hashable:
 
 
 def _nested_form(outer: Sequence[Placement], inner: Sequence[Placement]) -> Hashable:
-    """The form, and whether some operand has a dimension that both axes cut."""
+    """Returns the form, and whether some operand has a dimension that both axes cut."""
     pairs = zip(outer, inner, strict=True)
     return _form(inner), any(p.is_shard and q.is_shard and p.dim == q.dim for p, q in pairs)
 
 
 def _exchanged(drawn: Sequence[Layouts], draw: random.Random) -> Iterator[Layouts]:
-    """Each with one operand laid out as in another."""
+    """Yields each with one operand laid out as in another."""
     for layouts in drawn:
         index, other = draw.randrange(len(layouts)), draw.choice(drawn)
         yield (*layouts[:index], other[index], *layouts[index + 1 :])
 
 
 def _is_plain(p: Placement) -> bool:
-    """Neither I, which mixes with nothing, nor a cut in other than one run."""
+    """Returns whether it is neither I, which mixes with nothing, nor a cut in other than one run."""
     return p.kind in "RP" or (p.is_shard and len(p.pieces) == 1 and p.pieces[0].is_plain and p.pieces[0].outer == 1)
 
 
 def _plain_layouts(shape: Sequence[int], axes: Mapping[str, int]) -> list[Layout]:
-    """All layouts without runs, segments and I, either axis being the outer one."""
+    """Returns all layouts without runs, segments and I, either axis being the outer one."""
     layouts: dict[Layout, None] = {}
     for outer, inner in (tuple(axes), tuple(axes)[::-1]):
         for p in (R, P, *(shard(dim, size) for dim, size in enumerate(shape))):
@@ -270,7 +250,7 @@ def _plain_layouts(shape: Sequence[int], axes: Mapping[str, int]) -> list[Layout
 
 
 def _plain(trial: Trial, count: int, draw: random.Random) -> Iterator[Layouts]:
-    """Plain layouts of all operands at random: most of them are refused."""
+    """Yields plain layouts of all operands at random: most of them are refused."""
     choices = [
         [layout for layout in _plain_layouts(t.shape, trial.axes) if t.dtype != torch.bool or _lacks_sum(layout)]
         for t in trial.operands

@@ -52,12 +52,12 @@ _SUMS = "PR"
 
 
 def coordinates(axes: Mapping[str, int]) -> list[Coordinates]:
-    """Those of all ranks."""
+    """Returns the coordinates of all ranks."""
     return list(itertools.product(*(range(n) for n in axes.values())))
 
 
 def positions(layout: Layout, dim: int, size: int, axes: Mapping[str, int], rank: Coordinates) -> list[int]:
-    """The positions of a dimension that a rank holds, in the order in which it holds them."""
+    """Returns the positions of a dimension that a rank holds, in the order in which it holds them."""
     place_of, local = dict(zip(axes, rank, strict=True)), list(range(size))
     for axis, placement in layout:
         if placement.is_shard and placement.dim == dim:
@@ -66,7 +66,7 @@ def positions(layout: Layout, dim: int, size: int, axes: Mapping[str, int], rank
 
 
 def local_shape(layout: Layout, shape: Sequence[int], axes: Mapping[str, int]) -> list[int]:
-    """Shape of a rank's part, padding included."""
+    """Returns shape of a rank's part, padding included."""
     seen = list(shape)
     for axis, placement in layout:
         if placement.is_shard:
@@ -76,7 +76,7 @@ def local_shape(layout: Layout, shape: Sequence[int], axes: Mapping[str, int]) -
 
 
 def fits(layout: Layout, shape: Sequence[int], axes: Mapping[str, int]) -> bool:
-    """Whether each axis cuts what those outside it leave into equal blocks; a padded dimension is one axis' alone."""
+    """Returns whether each axis cuts what outer ones leave into equal blocks; padding is of one axis alone."""
     cuts, seen = [placement for _, placement in layout if placement.is_shard], list(shape)
     for index, (axis, placement) in enumerate(layout):
         if not divides(placement, seen, axes[axis]):
@@ -86,23 +86,23 @@ def fits(layout: Layout, shape: Sequence[int], axes: Mapping[str, int]) -> bool:
 
 
 def spread(x: torch.Tensor, layout: Layout, axes: Mapping[str, int], generator: torch.Generator) -> Parts:
-    """What each rank holds of the value x."""
+    """Returns what each rank holds of the value x."""
     return _spread(x, layout, axes, generator, place, _SAME)
 
 
 def spread_gradient(g: torch.Tensor, layout: Layout, axes: Mapping[str, int], generator: torch.Generator) -> Parts:
-    """What each rank holds of the gradient of a value so laid out."""
+    """Returns what each rank holds of the gradient of a value so laid out."""
     return _spread(g, layout, axes, generator, place_gradient, _SAME_GRADIENT)
 
 
 def holds(parts: Parts, layout: Layout, axes: Mapping[str, int], x: torch.Tensor) -> bool:
-    """Whether the ranks' parts are the value x so laid out."""
+    """Returns whether the ranks' parts are the value x so laid out."""
     whole = _joined(_listed(parts, axes, layout), list(layout), axes, value_of, _SAME)
     return whole is not None and close(whole, x)
 
 
 def holds_gradient(parts: Parts, layout: Layout, axes: Mapping[str, int], g: torch.Tensor) -> bool:
-    """Whether the ranks' parts are the gradient g of a value so laid out."""
+    """Returns whether the ranks' parts are the gradient g of a value so laid out."""
     whole = _joined(_listed(parts, axes, layout), list(layout), axes, gradient_of, _SAME_GRADIENT)
     return whole is not None and close(whole, g)
 
@@ -131,13 +131,13 @@ def _spread(
 
 
 def _listed(parts: Parts, axes: Mapping[str, int], layout: Layout) -> Parts:
-    """The parts by coordinates in the order of the layout."""
+    """Returns the parts by coordinates in the order of the layout."""
     places = [list(axes).index(axis) for axis, _ in layout]
     return {tuple(rank[place] for place in places): part for rank, part in parts.items()}
 
 
 def _joined(parts: Parts, entries: _Entries, axes: Mapping[str, int], join: _Join, same: str) -> torch.Tensor | None:
-    """What the parts are of, from the innermost axis outwards; None where they are of nothing."""
+    """Returns what the parts are of, from the innermost axis outwards; None where they are of nothing."""
     if not entries:
         return parts[()]
     (axis, placement), rest = entries[0], entries[1:]
@@ -160,12 +160,12 @@ Runner = Callable[[Sequence[torch.Tensor], Coordinates], Results]
 
 
 def packet_of(target: Target) -> str:
-    """`aten::slice` for all overloads of an operator, `fxpar.dropout`."""
+    """Returns `aten::slice` for all overloads of an operator, or `fxpar.dropout`."""
     return str(target._schema.name) if isinstance(target, torch._ops.OpOverload) else key_of(target)
 
 
 def _parameters(target: Target) -> dict[str, Any]:
-    """Names of the arguments in order, with defaults."""
+    """Returns names of the arguments in order, with defaults."""
     if isinstance(target, torch._ops.OpOverload):
         return {a.name: a.default_value for a in target._schema.arguments}
     takes = target.signature if isinstance(target, GraphOperator) else inspect.signature(target)
@@ -197,14 +197,14 @@ class Trial:
         self._last: tuple[Any, dict[Coordinates, tuple[Results, Results]] | str] = (None, "")
 
     def argument(self, name: str) -> Any:
-        """An argument by its schema name, its default where it was not passed."""
+        """Returns an argument by its schema name, its default where it was not passed."""
         index = self._names.index(name)
         if index < len(self.sample.args):
             return self.sample.args[index]
         return self.sample.kwargs.get(name, self._defaults[name])
 
     def fault(self, layouts: Sequence[Layout], index: int, out: Layout) -> str:
-        """What is wrong with output `index` being `out` for operands so laid out; empty where all is right."""
+        """Returns what is wrong with output `index` being `out` for operands so laid out; empty where all is right."""
         if not fits(out, self.outputs[index].shape, self.axes):
             return f"{out} does not divide {list(self.outputs[index].shape)}"
         ranks = self._ranks(layouts, out)
@@ -228,7 +228,7 @@ class Trial:
         return [v.clone().requires_grad_(carries) for v, carries in zip(values, self.carries, strict=True)]
 
     def _backward(self, leaves: Sequence[torch.Tensor], out: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
-        """Gradient of every operand, zero where there is none."""
+        """Returns gradient of every operand, zero where there is none."""
         inputs = [leaf for leaf in leaves if leaf.requires_grad]
         if not out.requires_grad:
             return [torch.zeros_like(leaf) for leaf in leaves]
@@ -263,7 +263,7 @@ class Trial:
         return ranks
 
     def run_with(self, leaves: Sequence[torch.Tensor], **changes: Any) -> Results:
-        """The call on a rank's operands with some arguments replaced, or added, by name."""
+        """Returns the call on a rank's operands with some arguments replaced, or added, by name."""
         args, kwargs = with_tensors((list(self.sample.args), dict(self.sample.kwargs)), leaves)
         for name, value in changes.items():
             if name in self._names[: len(args)]:
@@ -278,13 +278,13 @@ def _dim(trial: Trial) -> int:
 
 
 def _own_positions(trial: Trial, layout: Layout, dim: int) -> list[list[int]]:
-    """The positions of a dimension of the first operand that each rank holds."""
+    """Returns the positions of a dimension of the first operand that each rank holds."""
     size = trial.operands[0].shape[dim]
     return [positions(layout, dim, size, trial.axes, rank) for rank in coordinates(trial.axes)]
 
 
 def _slice(trial: Trial, layouts: Sequence[Layout], out: Layout) -> Runner | str:
-    """The bounds that pick a rank's part; they stand in the program, so all ranks must have the same."""
+    """Returns the bounds that pick a rank's part; they stand in the program, so all ranks must have the same."""
     bounds = local_bounds(trial, layouts[0])
     if isinstance(bounds, str):
         return bounds
@@ -293,7 +293,7 @@ def _slice(trial: Trial, layouts: Sequence[Layout], out: Layout) -> Runner | str
 
 
 def local_bounds(trial: Trial, layout: Layout) -> tuple[int, int] | str:
-    """Start and end of a slice as every rank's own; why there are none."""
+    """Returns start and end of a slice as every rank's own; why there are none."""
     dim, step = _dim(trial), int(trial.argument("step"))
     size = trial.operands[0].shape[dim]
     selected = set(range(size)[slice(trial.argument("start"), trial.argument("end"), step)])
@@ -307,7 +307,7 @@ def local_bounds(trial: Trial, layout: Layout) -> tuple[int, int] | str:
 
 
 def _split(trial: Trial, layouts: Sequence[Layout], out: Layout) -> Runner | str:
-    """As `_slice`, for the sizes of all parts."""
+    """Returns what `_slice` does, for the sizes of all parts."""
     dim = _dim(trial)
     bounds, start = [], 0
     for output in trial.outputs:
@@ -342,7 +342,7 @@ def _shaped(name: str) -> Callable[[Trial, Sequence[Layout], Layout], Runner | s
 
 
 def _own_bits(trial: Trial, layouts: Sequence[Layout], out: Layout) -> Runner | str:
-    """With an axis' index a rank draws as for its block of the first operand there, without one as for the whole."""
+    """Draws with an axis' index as for a rank's block of the first operand, without one as for the whole."""
     indexed = {axis for layout in layouts for axis, placement in layout if placement.kind == "V"}
     drawn = [(axis, placement) for axis, placement in layouts[0] if axis in indexed]
     if any(len(placement.pieces) != 1 for _, placement in drawn):
@@ -360,7 +360,7 @@ def _index_cuts(trial: Trial, drawn: Sequence[tuple[str, Placement]], rank: Coor
 
 
 def _bits_of_elements(trial: Trial, layouts: Sequence[Layout], out: Layout) -> Runner | str:
-    """A shard draws as for its block of the result, and anything else as for the whole."""
+    """Returns a shard draws as for its block of the result, and anything else as for the whole."""
     drawn = [(axis, placement) for axis, placement in out if placement.is_shard]
     if any(len(placement.pieces) != 1 for _, placement in drawn):
         return "random bits for a dimension of several segments"
@@ -387,6 +387,6 @@ _BY_OUTPUT = frozenset(name for name, literal in _LITERALS.items() if literal no
 
 
 def localised(trial: Trial, layouts: Sequence[Layout], out: Layout) -> Runner | str:
-    """The call as a rank makes it, with its own literals; the reason where no literals serve all ranks."""
+    """Returns the call as a rank makes it, with its own literals; the reason where no literals serve all ranks."""
     literal = _LITERALS.get(packet_of(trial.target))
     return (lambda leaves, rank: trial.run_with(leaves)) if literal is None else literal(trial, layouts, out)
