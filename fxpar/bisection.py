@@ -118,7 +118,7 @@ def bisect(
 
 
 def complete(program: Program) -> Program | None:
-    """The program after the default passes that provide what it still lacks to run; None where they refuse it."""
+    """Returns the program after the default passes that it still needs to run; None where they refuse it."""
     needed = [item for item in DEFAULT_PASSES if not item.provides <= program.properties]
     try:
         return compile_program(program, needed, verifiers=())

@@ -51,7 +51,7 @@ class Verification:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Operators that treat rows apart by the plan's word alone, `batchwise_ops`; only a capture tries it."""
+        """Returns operators that treat rows apart by the plan's `batchwise_ops` alone; only a capture tries it."""
         return self.program.plan.operators.batchwise_ops if self.program.plan.data_ranks > 1 else ()
 
     def to_json(self) -> dict[str, Any]:

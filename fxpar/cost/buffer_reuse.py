@@ -43,20 +43,20 @@ class Handshakes:
     far: Mapping[fx.Node, int]
 
     def opens(self, node: fx.Node) -> bool:
-        """Whether none lies before it."""
+        """Returns whether none lies before it."""
         return not self.before[node]
 
     def closes(self, node: fx.Node) -> bool:
-        """Whether none needs its result."""
+        """Returns whether none needs its result."""
         return not any(mask & self.bits[node] for mask in self.before.values())
 
     def are_apart(self, one: fx.Node, other: fx.Node) -> bool:
-        """Whether there is one between them, so that they may share a buffer."""
+        """Returns whether there is one between them, so that they may share a buffer."""
         return bool(self.far[one] & self.bits[other] or self.far[other] & self.bits[one])
 
 
 def handshakes(program: Program, nodes: Sequence[fx.Node]) -> list[Handshakes]:
-    """The collectives by ranks and by part of the step.
+    """Returns the collectives by ranks and by part of the step.
 
     Args:
         program: without calls of regions.
@@ -90,7 +90,7 @@ def _of(program: Program, nodes: Sequence[fx.Node]) -> Handshakes:
 
 
 def copyable(program: Program) -> dict[fx.Node, int]:
-    """The collectives of each microbatch that could be copies, with the bytes of each.
+    """Returns the collectives of each microbatch that could be copies, with the bytes of each.
 
     Not those whose results nothing returned needs: a compiler may leave them out, and they vouch for nothing.
 
@@ -110,18 +110,18 @@ def copyable(program: Program) -> dict[fx.Node, int]:
 
 
 def is_sum(node: fx.Node) -> bool:
-    """Whether a node is a sum over ranks that can be copies."""
+    """Returns whether a node is a sum over ranks that can be copies."""
     target = node.target
     return isinstance(target, Operator) and target.copies and target.sends[0] == "all_reduce"
 
 
 def is_shot(node: fx.Node) -> bool:
-    """Whether copies of what a node sends are one call in any case."""
+    """Returns whether copies of what a node sends are one call in any case."""
     return isinstance(node.target, Operator) and node.target.copies and node.target.one_shot
 
 
 def _alive(program: Program) -> set[fx.Node]:
-    """What is returned, and what that needs."""
+    """Returns what is returned, and what that needs."""
     alive: set[fx.Node] = set()
     for node in reversed(program.graph.nodes):
         if node.op == "output" or node in alive:
@@ -148,7 +148,7 @@ class Reach:
 
 
 def why_not_copied(program: Program, reach: Reach | None) -> dict[str, str]:
-    """By name of the node why the process group sends it; empty where it is copies.
+    """Returns why the process group sends a node's value, by name; empty where it is copies.
 
     Args:
         program: a step, without calls of regions.

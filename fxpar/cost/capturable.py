@@ -48,7 +48,7 @@ _UNSAFE: Mapping[Any, str] = {
 
 
 def why_not_capturable(node: fx.Node) -> str:
-    """Why no CUDA graph can hold an operation of a program; empty where one can."""
+    """Returns why no CUDA graph can hold an operation of a program; empty where one can."""
     target = node.target
     if isinstance(target, Operator):
         return target.uncaptured
@@ -64,7 +64,7 @@ def why_not_capturable(node: fx.Node) -> str:
 
 
 def _is_fill(node: fx.Node) -> bool:
-    """Whether indices are numbers, or the one value is written at a mask, which torch fills in without counting."""
+    """Returns whether indices are numbers, or one value is written at a mask, which torch does not count."""
     arguments = bind_arguments(node)
     indices = [index for index in arguments["indices"] if isinstance(index, fx.Node)]
     if all(_dtype(index) not in (torch.bool, torch.uint8) for index in indices):
@@ -74,7 +74,7 @@ def _is_fill(node: fx.Node) -> bool:
 
 
 def _has_bounds(node: fx.Node) -> bool:
-    """Whether a histogram is told its bounds; equal ones mean that it is to find them."""
+    """Returns whether a histogram is told its bounds; equal ones mean that it is to find them."""
     arguments = bind_arguments(node)
     return bool(arguments.get("min", 0) != arguments.get("max", 0))
 
@@ -119,7 +119,7 @@ class Boundary:
 def capture_regions(
     program: Program, sizes: Mapping[str, int] | None = None
 ) -> tuple[list[CaptureRegion], list[Boundary]]:
-    """The largest parts of a step that CUDA graphs can hold, and what stands between them, in order.
+    """Returns the largest parts of a step that CUDA graphs can hold, and what stands between them, in order.
 
     Args:
         program: marked by `mark_regions`, without calls of regions.
@@ -147,7 +147,7 @@ def capture_regions(
 
 
 def _runs(program: Program) -> Iterator[tuple[str, str, list[fx.Node]]]:
-    """Phase, reason and nodes of what follows each other with one reason; numbers are in no graph."""
+    """Yields phase, reason and nodes of what follows each other with one reason; numbers are in no graph."""
     names = {phase: "backward" if phase else "forward" for phase in PHASES}
     for name in dict.fromkeys(names.values()):
         nodes = [
@@ -185,7 +185,7 @@ _SUMS = frozenset({aten.add})
 
 
 def scopes(program: Program) -> dict[fx.Node, str]:
-    """The scope of each node that has one."""
+    """Returns the scope of each node that has one."""
     calls = [n for n in program.graph.nodes if n.op == "call_function" and not isinstance(note(n).type, ScalarType)]
     forward = [node for node in calls if note(node).phase == ""]
     scopes: dict[fx.Node, str] = {}
@@ -206,7 +206,7 @@ def scopes(program: Program) -> dict[fx.Node, str]:
 
 
 def _packet(node: fx.Node) -> object:
-    """The operator without its overload; fxpar's own is itself."""
+    """Returns the operator without its overload; fxpar's own is itself."""
     return getattr(alike(node.target), "overloadpacket", node.target)
 
 
@@ -215,13 +215,13 @@ def _is_inside(node: fx.Node, module: str) -> bool:
 
 
 def _child(words: Sequence[str], depth: int) -> str:
-    """The module below one of that depth; of a numbered list (`layer.0`) the entry."""
+    """Returns the module below one of that depth; of a numbered list (`layer.0`) the entry."""
     is_list = depth + 1 < len(words) and words[depth + 1].isdigit()
     return ".".join(words[: depth + 1 + is_list])
 
 
 def _layers(forward: Sequence[fx.Node]) -> Iterator[tuple[list[fx.Node], str]]:
-    """The nodes of each layer, and the module in it that holds the attention."""
+    """Yields the nodes of each layer, and the module in it that holds the attention."""
     known: set[str] = set()
     for node in forward:
         if _packet(node) not in _ATTENTION:

@@ -134,7 +134,7 @@ class Traffic:
 
     @property
     def kind(self) -> str:
-        """What it is called in sentences."""
+        """Returns what it is called in sentences."""
         return f"{self.axis} {self.phase} {self.op}"
 
     @classmethod
@@ -292,7 +292,7 @@ class ExpertLoad:
 
     @property
     def imbalance(self) -> tuple[float, float]:
-        """The most over the mean, of experts and of ranks; 1 where all have as many, and where there are no rows."""
+        """Returns the most over the mean, of experts and of ranks; 1 where all have as many or there are no rows."""
         return _imbalance(self.experts), _imbalance(self.ranks)
 
 
@@ -393,7 +393,7 @@ def memory_sections(report: Report) -> list[Section]:
 
 
 def _summary(report: Report) -> Section:
-    """What was asked for, and the size of it."""
+    """Returns what was asked for, and the size of it."""
     size, ranks = report.size, len(report.ranks)
     splitting = ranks // max(1, len({line.rank for line in report.stages}))
     plan = ", ".join(f"{key}={value}" for key, value in report.plan.items()) or "one rank"
@@ -410,7 +410,7 @@ def _summary(report: Report) -> Section:
 
 
 def _stages(report: Report) -> list[Section]:
-    """The stages of a pipeline and what crosses the cuts between them; nothing without one."""
+    """Returns the stages of a pipeline and what crosses the cuts between them; nothing without one."""
     if not report.stages:
         return []
     shares = [line.share for line in report.stages]
@@ -471,7 +471,7 @@ def _collectives(report: Report) -> Section:
 
 
 def _memory(report: Report) -> list[Section]:
-    """Memory by rank, by phase and by part of the model."""
+    """Returns memory by rank, by phase and by part of the model."""
     phases = columns(Moment, "phase bytes operator module")
     note = "The most that is alive at once, beside parameters, buffers, optimizer and batch, and where it is reached."
     return [
@@ -482,7 +482,7 @@ def _memory(report: Report) -> list[Section]:
 
 
 def _ranks(report: Report) -> Section:
-    """The parts of the memory of each rank, a column for neighbours that hold the same."""
+    """Returns the parts of the memory of each rank, a column for neighbours that hold the same."""
     groups: list[list[RankMemory]] = []
     for rank in report.ranks:
         if groups and replace(groups[-1][0], rank=rank.rank) == rank:
@@ -513,7 +513,7 @@ def _span(names: Sequence[str]) -> str:
 
 
 def _modules(report: Report) -> list[Section]:
-    """What each part of the model holds, and what it keeps for the backward."""
+    """Returns what each part of the model holds, and what it keeps for the backward."""
     modules = _alike_layers(report.modules)
     summed = ("parameters", "gradients", "optimizer", "activations", "tensors")
     sums = {part: sum(getattr(module, part) for module in report.modules) for part in summed}
@@ -552,7 +552,7 @@ def _layers_text(group: Sequence[ModuleMemory]) -> str:
 
 
 def _loads(report: Report) -> list[Section]:
-    """Rows that experts received in the last step; nothing where none was taken."""
+    """Returns rows that experts received in the last step; nothing where none was taken."""
     if not report.loads:
         return []
     shown = [

@@ -83,7 +83,7 @@ def _operand(call: OpCall, name: str) -> TensorType:
 
 
 def _contracting(name: str, *, batch: bool = False) -> Formula:
-    """Every element of the result sums over the last dimension of operand `name`; `batch`: over the first one too."""
+    """Returns the formula of a sum over the last dimension of operand `name`; `batch`: over the first one too."""
 
     def flops(call: OpCall) -> Size:
         shape = _operand(call, name).shape
@@ -98,14 +98,14 @@ def _attention(call: OpCall) -> Size:
 
 
 def _convolution(call: OpCall) -> Size:
-    """Every element of the result, of a transposed one of the input, meets the whole kernel."""
+    """Counts that every element of the result, if transposed of the input, meets the whole kernel."""
     spread = bool(call.get("transposed", "conv_transpose" in key_of(call.target)))
     rows = product(_operand(call, "input").shape) if spread else _size(call)
     return 2 * rows * product(_operand(call, "weight").shape[1:])
 
 
 def _grouped(call: OpCall) -> Size:
-    """Groups of rows `[t, k] × [e, k, n]`, of columns `[e, m, k] × [k, t]`, or of what is summed `[m, t] × [t, n]`."""
+    """Counts groups of rows `[t, k] × [e, k, n]`, columns `[e, m, k] × [k, t]`, or summands `[m, t] × [t, n]`."""
     first, second = (kind.shape for kind in call.operands[:2])
     if len(first) == len(second) == 2:
         return 2 * first[0] * first[1] * second[1]
@@ -130,7 +130,7 @@ def _bilinear(call: OpCall) -> Size:
 
 
 def _recurrent(call: OpCall) -> Size:
-    """Every matrix meets every row of the input once."""
+    """Counts that every matrix meets every row of the input once."""
     rows = product(call.operands[0].shape[:-1])
     pairs = zip(call.names, call.operands, strict=True)
     return 2 * rows * sum(product(kind.shape) for name, kind in pairs if name == "params" and len(kind.shape) == 2)

@@ -43,7 +43,7 @@ _PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 
 def as_html(report: Report) -> str:
-    """The file's text."""
+    """Returns the file's text."""
     head, *rest = all_sections(report)
     body = "\n".join([*_head(head), *_bar(report), *[part for section in rest for part in _section(section)]])
     return (
@@ -63,7 +63,7 @@ def _head(section: Section) -> Iterator[str]:
 
 
 def _bar(report: Report) -> Iterator[str]:
-    """What a rank's memory is made of, on the rank that needs most of it."""
+    """Yields what a rank's memory is made of, on the rank that needs most of it."""
     fullest: RankMemory = max(report.ranks, key=lambda rank: rank.peak)
     sizes = [(part, getattr(fullest, part)) for part in _PARTS]
     total = sum(size for _, size in sizes)

@@ -51,7 +51,7 @@ def layers(program: Program, storages: Storages) -> list[list[fx.Node]]:
 
 
 def _main(program: Program, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """What is computed of inputs and parameters: masks and rotary tables stand in the layer that reads them first."""
+    """Returns what inputs and parameters make: masks and rotary tables are in the layer that reads them first."""
     owned = {program.node(p.node) for p in program.parameters}
     trained = {program.node(p.node) for p in program.parameters if p.kind == "parameter"}
     weights = weights_of(program.graph, owned)
@@ -66,7 +66,7 @@ def _main(program: Program, nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _token(node: fx.Node) -> str:
-    """An operation without its operands."""
+    """Returns an operation without its operands."""
     # Operands have other names in each layer, and would make all tokens different.
     args = fx.node.map_arg((node.args, node.kwargs), lambda operand: "%")
     kind = note(node).type
@@ -75,7 +75,7 @@ def _token(node: fx.Node) -> str:
 
 
 def _lives(main: Sequence[fx.Node], storages: Storages) -> tuple[list[int], list[int]]:
-    """Of each node the last one that reads a storage that it makes, and the bytes of what it makes."""
+    """Returns of each node the last one that reads a storage that it makes, and the bytes of what it makes."""
     place = {node: i for i, node in enumerate(main)}
     maker: dict[int, int] = {}
     until, sizes = list(range(len(main))), [0] * len(main)
@@ -115,7 +115,7 @@ class Rows:
     near: Sequence[int]
 
     def split(self, cut: int) -> int:
-        """How many values are made in front of a cut and read again behind it."""
+        """Returns how many values are made in front of a cut and read again behind it."""
         begin = cut
         while begin and self.inside[begin - 1]:
             begin -= 1
@@ -124,7 +124,7 @@ class Rows:
 
 
 def longest(tokens: Sequence[int], least: int = 1) -> Repetition | None:
-    """The repetition that covers most, of these that of the smallest period, of these the first.
+    """Returns the repetition that covers most, of these that of the smallest period, of these the first.
 
     Args:
         tokens: any numbers; equal ones are alike.
@@ -158,7 +158,7 @@ def parts(
     least: int = 1,
     limit: int | None = None,
 ) -> list[tuple[int, int]]:
-    """Start and stop of each part that follows or is followed by one like it, in order.
+    """Returns start and stop of each part that follows or is followed by one like it, in order.
 
     The cuts between them are where least lives that was made since the repetition started, the first of these; one
     part may be lost to that. What is repeated inside of a part is cut as well where no more live of those
@@ -189,12 +189,12 @@ def parts(
 
 
 def _shifted(until: Sequence[int], start: int, stop: int) -> list[int]:
-    """As numbers of the tokens from `start` to `stop` alone; what lives longer lives up to the end."""
+    """Returns numbers of the tokens from `start` to `stop` alone; what lives longer lives up to the end."""
     return [-1 if last < 0 else min(last, stop) - start for last in until[start:stop]]
 
 
 def _cut(repeat: Repetition, until: Sequence[int], sizes: Sequence[int], origin: int) -> tuple[int, int, int] | None:
-    """How much made from `origin` on lives at most at the cuts, where the first part starts, and how many there are."""
+    """Returns how much made from `origin` on lives at the cuts, where the first part starts, and the count."""
     period, most = repeat.period, (repeat.stop - repeat.start) // repeat.period
     change = [0] * (repeat.stop - origin + 2)
     for i in range(origin, repeat.stop):
@@ -217,7 +217,7 @@ def _cut(repeat: Repetition, until: Sequence[int], sizes: Sequence[int], origin:
 def _inside(
     tokens: Sequence[int], until: Sequence[int], sizes: Sequence[int], least: int, limit: int
 ) -> list[tuple[int, int]]:
-    """The parts of one period, without gaps: what is repeated in it, and what is not."""
+    """Returns the parts of one period, without gaps: what is repeated in it, and what is not."""
     inner, at = [], 0
     for begin, end in parts(tokens, until, sizes=sizes, least=least, limit=limit):
         inner += [(at, begin)] if begin > at else []
@@ -229,7 +229,7 @@ def _inside(
 def behind_rows(
     spans: Sequence[tuple[int, int]], tokens: Sequence[int], until: Sequence[int], rows: Rows
 ) -> list[tuple[int, int]]:
-    """Parts whose cuts are moved on in their runs of operations on rows.
+    """Returns parts whose cuts are moved on in their runs of operations on rows.
 
     Where least lives may be in such a run, as between a residual connection and the norm that reads it. Two kernels
     compute it then, of which one reads again what the other has written. Cuts are moved to where fewest values are
@@ -251,7 +251,7 @@ def behind_rows(
 
 
 def _chains(spans: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Parts that touch."""
+    """Returns parts that touch."""
     chains: list[list[tuple[int, int]]] = []
     for part in spans:
         if chains and chains[-1][-1][1] == part[0]:
@@ -262,7 +262,7 @@ def _chains(spans: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 def _distance(cuts: Sequence[int], tokens: Sequence[int], until: Sequence[int], rows: Rows, free: int) -> int:
-    """By how much all cuts are moved; the tokens on the way are those behind any of them."""
+    """Returns by how much all cuts are moved; the tokens on the way are those behind any of them."""
     inner = cuts[1:-1]
     if not inner:
         return 0
@@ -313,7 +313,7 @@ class _RowRole(Enum):
 
 
 def row_runs(nodes: Sequence[fx.Node]) -> Rows:
-    """Where the runs are, and what of each one is read in it.
+    """Returns where the runs are, and what of each one is read in it.
 
     An operation on rows is one on each element, a norm, or a reduction along the last dimension; none that draws, whose
     bits are kept with what drew them. A run ends at everything else but views and sums over rows.
@@ -336,7 +336,7 @@ def row_runs(nodes: Sequence[fx.Node]) -> Rows:
 
 
 def _made(value: fx.Node, position: dict[fx.Node, int], kinds: Sequence[_RowRole]) -> int | None:
-    """Position of the node that makes a value, which may be a view of it; None of what is made elsewhere."""
+    """Returns position of the node that makes a value, which may be a view of it; None of what is made elsewhere."""
     while value in position and kinds[position[value]] is _RowRole.SAME and value.all_input_nodes:
         value = value.all_input_nodes[0]
     return position.get(value)
@@ -359,7 +359,7 @@ def _kind(node: fx.Node) -> _RowRole:
 
 
 def _is_along_rows(node: fx.Node) -> bool:
-    """Whether a reduction is one along the last dimension."""
+    """Returns whether a reduction is one along the last dimension."""
     dims = node.args[1] if len(node.args) > 1 else None
     rank = len(output_types(node.all_input_nodes[0])[0].shape)
     return isinstance(dims, (list, tuple)) and len(dims) == 1 and int(dims[0]) % max(rank, 1) == rank - 1  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ def _on_fakes(reason: str, where: str, remedy: str) -> Iterator[None]:
 
 
 def _placeholders(program: Program, sizes: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
-    """What a rank has of all inputs and parameters, as programs take them, by name of the node."""
+    """Returns what a rank has of all inputs and parameters, as programs take them, by name of the node."""
     tensors = {}
     for node in program.graph.nodes:
         if node.op == "placeholder":
@@ -90,12 +90,12 @@ class Storages:
     sizes: Mapping[str, int]
 
     def total(self, storages: Iterable[int]) -> int:
-        """Bytes of several storages."""
+        """Returns bytes of several storages."""
         return sum(self.bytes[storage] for storage in storages)
 
 
 def storages(forward: Program, owned: frozenset[str]) -> Storages:
-    """The storages of a forward, for inputs of the example's sizes.
+    """Returns the storages of a forward, for inputs of the example's sizes.
 
     Args:
         forward: with property `local`, or without mesh axes.
@@ -174,13 +174,13 @@ class Measured:
 
     @property
     def peak(self) -> Moment:
-        """Of the whole step."""
+        """Returns the moment of the whole step."""
         nothing = Moment(0, "forward", "", "")
         return max(self.peaks, key=lambda peak: peak.bytes, default=nothing)
 
 
 def stand_in(device: torch.device) -> torch.device:
-    """The device of tensors that are counted in place of those of `device`: PyTorch needs a GPU to fake one of its."""
+    """Returns the device of tensors that are counted for `device`: PyTorch needs a GPU to fake one of its."""
     return torch.device("meta") if device.type == "cuda" and not torch.cuda.is_available() else device
 
 
@@ -199,7 +199,7 @@ class Ledger(TorchDispatchMode):
         self._storages: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator and enters its results."""
+        """Returns runs an operator and enters its results."""
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # as on devices, where it is the tensor itself
         out = func(*args, **(kwargs or {}))

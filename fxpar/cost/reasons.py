@@ -27,13 +27,13 @@ _IN_WORDS = {
 
 
 def whole_matrices(program: Program) -> tuple[Whole, ...]:
-    """Parameters of two or more dimensions that every rank of tp holds whole."""
+    """Returns parameters of two or more dimensions that every rank of tp holds whole."""
     sizes = {p.fqn: local_elements(program, p) * p.type.dtype.itemsize for p in program.parameters}
     return tuple(Whole(name, sizes[name], _IN_WORDS.get(reason, reason)) for name, reason in unsplit(program))
 
 
 def unsplit(program: Program) -> list[tuple[str, str]]:
-    """Parameters with two or more dimensions that no axis divides of those that split layers, with the reason."""
+    """Returns parameters of two or more dimensions that no axis that splits layers divides, with the reason."""
     axes, matrices = program.plan.axes_for(Cuts.FEATURES), []
     for parameter in program.parameters:
         node = program.node(parameter.node)
@@ -44,7 +44,7 @@ def unsplit(program: Program) -> list[tuple[str, str]]:
 
 
 def without_rule(program: Program) -> list[str]:
-    """Operators of a canonical program that take tensors and are not known to split: they stay whole on every rank.
+    """Returns operators of a canonical program that are not known to split: they stay whole on every rank.
 
     They have no rule, or are functions of the author's that are not known to be element-wise, with the reason. What the
     plan declares row-wise is whole for the ranks that split layers alone.
@@ -61,7 +61,7 @@ def without_rule(program: Program) -> list[str]:
 
 
 def remarks(program: Program, split_flops: float) -> tuple[str, ...]:
-    """What the plan asked for and did not get, and what the figures leave out."""
+    """Returns what the plan asked for and did not get, and what the figures leave out."""
     sentences = []
     if program.axes and split_flops == 0:
         sentences.append("No matrix product is split: every rank computes everything.")
@@ -90,7 +90,7 @@ def _uncut_sequence(program: Program) -> list[str]:
 
 
 def _lengths(program: Program) -> set[Size]:
-    """Sizes over which attention runs."""
+    """Returns sizes over which attention runs."""
     lengths: set[Size] = set()
     for node in program.graph.nodes:
         if alike(node.target) is aten.scaled_dot_product_attention.default:

@@ -52,7 +52,7 @@ class Divisible:
 
     @cached_property
     def places(self) -> Mapping[fx.Node, int]:
-        """Of each operation its place in the order; a part of several results has that of what gives them."""
+        """Returns each operation's place in the order; a part of several results has that of what gives them."""
         places: dict[fx.Node, int] = {}
         for i, node in enumerate(self.order):
             source = node.args[0] if node.target is operator.getitem else None
@@ -61,14 +61,14 @@ class Divisible:
 
     @cached_property
     def last(self) -> int:
-        """The last place at which a cut may lie: that of the loss, where there is one, which is the last stage's."""
+        """Returns the last place at which a cut may lie: that of the loss, which is the last stage's."""
         loss = self.program.output_nodes().get(self.program.loss)
         end = len(self.order) - 1
         return end if loss is None else min(self.places.get(loss, end), end)
 
     @cached_property
     def last_read(self) -> Mapping[fx.Node, int]:
-        """Of each operation the last place at which it is read, directly or by what each stage computes for itself."""
+        """Returns the last place at which each operation is read, directly or by what stages compute for themselves."""
         last_reads: dict[fx.Node, int] = {}
         for node in reversed(self.program.graph.nodes):
             if node.op == "call_function":
@@ -82,12 +82,12 @@ class Divisible:
         return symbol_sizes(self.program, None)
 
     def bytes_of(self, node: fx.Node, sizes: Mapping[str, int] | None = None) -> int:
-        """Bytes of a node's values on a rank, for inputs of the example's sizes if no others are given."""
+        """Returns bytes of a node's values on a rank, for inputs of the example's sizes if no others are given."""
         return value_bytes(self.program, node, sizes or self._sizes)
 
     @cached_property
     def live(self) -> list[float]:
-        """Bytes that cross each place: of values that are there before it and read behind it."""
+        """Returns bytes that cross each place: of values that are there before it and read behind it."""
         changes = [0.0] * (len(self.order) + 1)
         for node in self.order:
             first, last = self.places[node], self.last_read[node]
@@ -106,7 +106,7 @@ class Divisible:
 
     @cached_property
     def seconds(self) -> list[float]:
-        """Of each operation in the order, forward and backward."""
+        """Returns the seconds of each operation in the order, forward and backward."""
         cost, axes = self.program.plan.cost, self.program.axes
         products = dict(matmul_flops(self.program))
         owned = self.program.placeholders()
@@ -121,7 +121,7 @@ class Divisible:
 
     @cached_property
     def state_bytes(self) -> list[float]:
-        """Bytes of the parameters that each operation in the order is the first to read, with what trains them."""
+        """Returns bytes of the parameters that each operation is the first to read, with what trains them."""
         first: dict[fx.Node, int] = {}
         for node in reversed(self.program.graph.nodes):
             for read in _made_of(node) if node.op == "call_function" else ():
@@ -137,7 +137,7 @@ class Divisible:
 
     @cached_property
     def reads(self) -> Mapping[fx.Node, frozenset[str]]:
-        """Of each operation the parameters that it reads, itself or by what each stage computes for itself."""
+        """Returns the parameters that each operation reads, itself or by what stages compute for themselves."""
         fqns: dict[fx.Node, frozenset[str]] = {}
         for node in self.program.graph.nodes:
             parameter = self.program.parameter(node) if node.op == "placeholder" else None
@@ -151,21 +151,21 @@ class Divisible:
 
     @cached_property
     def saved_bytes(self) -> list[float]:
-        """Bytes of a microbatch that each operation in the order leaves for the backward."""
+        """Returns bytes of a microbatch that each operation in the order leaves for the backward."""
         products = {node for node, _ in matmul_flops(self.program)}
         stored = materialised(self.program, products, set())
         return [float(self.bytes_of(node)) if node in stored else 0.0 for node in self.order]
 
 
 def divisible(program: Program) -> Divisible:
-    """The operations of a forward that has the property `local`."""
+    """Returns the operations of a forward that has the property `local`."""
     anywhere = _anywhere(program)
     order = tuple(n for n in program.graph.nodes if n.op == "call_function" and n not in anywhere)
     return Divisible(program, order, frozenset(anywhere))
 
 
 def _anywhere(program: Program) -> set[fx.Node]:
-    """What needs no sending: cheap values of inputs alone, or of parameters alone and not much larger than these.
+    """Returns what needs no sending: cheap values of inputs alone, or of parameters alone and not much larger.
 
     Sums of gradients of parameters give the parameters again. Numbers of sizes are no tensors.
     """
@@ -201,7 +201,7 @@ def _anywhere(program: Program) -> set[fx.Node]:
 
 
 def _made_of(node: fx.Node) -> Sequence[fx.Node]:
-    """What a node is computed of; of a bucket's sums each is one parameter's, whoever reads the others."""
+    """Returns what a node is computed of; of a bucket's sums each is one parameter's, whoever reads the others."""
     if node.target is operator.getitem:
         bucket, index = node.args
         if isinstance(bucket, fx.Node) and bucket.target is sum_gradients and isinstance(index, int):
@@ -210,7 +210,7 @@ def _made_of(node: fx.Node) -> Sequence[fx.Node]:
 
 
 def _communicates(node: fx.Node) -> bool:
-    """Whether its forward does, or it draws bits."""
+    """Returns whether its forward does, or it draws bits."""
     record = node.target
     if not isinstance(record, Operator):
         return False
@@ -228,7 +228,7 @@ def _is_cheap(node: fx.Node, products: Mapping[fx.Node, object], values: Mapping
 
 
 def candidates(forward: Divisible, stages: int, must: Sequence[int] = ()) -> list[int]:
-    """The places at which the order may be cut, ascending.
+    """Returns the places at which the order may be cut, ascending.
 
     A place is none if less crosses another that is near, so that stages lose next to nothing by taking that. Behind the
     loss there is none.
@@ -305,7 +305,7 @@ class StageShare:
 
 
 def stage_shares(program: Program, sizes: Mapping[str, int] | None = None) -> tuple[StageShare, ...]:
-    """The shares of all stages.
+    """Returns the shares of all stages.
 
     Args:
         program: after `partition_stages`.
@@ -340,7 +340,7 @@ def stage_shares(program: Program, sizes: Mapping[str, int] | None = None) -> tu
 
 
 def in_flight(ranks: int, virtual: int, rank: int) -> tuple[int, ...]:
-    """Microbatches of each of a rank's stages whose activations it keeps at the peak of (interleaved) 1F1B.
+    """Returns microbatches of each of a rank's stages whose activations it keeps at the peak of (interleaved) 1F1B.
 
     That is behind its warmup and one forward more (SPEC section 3), of microbatches in groups of `ranks`, where there
     are at least as many as that.

@@ -64,7 +64,7 @@ def compare(captured: Captured, model: nn.Module, batch: Any, run: bool = True) 
 def compare_filled(
     captured: Captured, skeleton: nn.Module, buffers: Mapping[str, Tensor], batch: Any, run: bool = True
 ) -> str:
-    """As `compare`, for a model whose weights are elsewhere: with random ones.
+    """Compares as `compare` does, for a model whose weights are elsewhere: with random ones.
 
     Args:
         skeleton: the model on the meta device.
@@ -75,7 +75,7 @@ def compare_filled(
 
 
 def findings(captured: Captured, uncompared: str) -> tuple[str, ...]:
-    """What was checked of a capture, as sentences.
+    """Returns what was checked of a capture, as sentences.
 
     Args:
         uncompared: what `compare` returned.
@@ -90,7 +90,7 @@ def findings(captured: Captured, uncompared: str) -> tuple[str, ...]:
 
 
 def _hindrance(captured: Captured, model: nn.Module, batch: Any, has_values: bool = False) -> str | dict[str, int]:
-    """Why a model is not run; else the sizes to run it at, the best that cost little."""
+    """Returns why a model is not run; else the sizes to run it at, the best that cost little."""
     tensors = [*model.parameters(), *model.buffers()]
     if not has_values and any(t.is_meta for t in tensors):
         return "the model is on the meta device"
@@ -105,7 +105,7 @@ def _hindrance(captured: Captured, model: nn.Module, batch: Any, has_values: boo
 
 
 def _smaller(captured: Captured, whole: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Sizes to run at, the best first: few rows of the whole length, of a short one, the example itself."""
+    """Yields sizes to run at, the best first: few rows of the whole length, of a short one, the example itself."""
     program = captured.program
     rows = {s.name: min(_ROWS, whole[s.name]) if s.dim == 0 else whole[s.name] for s in program.symbols}
     short = {s.name: rows[s.name] if s.dim == 0 else min(_LENGTH, rows[s.name]) for s in program.symbols}
@@ -120,7 +120,7 @@ def _work(program: Program, sizes: Mapping[str, int]) -> float:
 
 
 def _cut(program: Program, inputs: Mapping[str, Tensor], batch: Any, sizes: Mapping[str, int]) -> Any:
-    """The batch with its leading elements alone."""
+    """Returns the batch with its leading elements alone."""
     shapes = {id(inputs[i.path]): [evaluate(size, sizes) for size in i.type.shape] for i in program.inputs}
 
     def cut(value: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def _cut(program: Program, inputs: Mapping[str, Tensor], batch: Any, sizes: Mapp
 
 
 def _filled(skeleton: nn.Module, buffers: Mapping[str, Tensor]) -> nn.Module:
-    """A model with the skeleton's modes and shapes, random weights, and the buffers of a model that has values.
+    """Returns a model with the skeleton's modes and shapes, random weights, and the buffers of a model that has values.
 
     What it computes means nothing; that two ways of computing it agree does.
     """

@@ -60,7 +60,7 @@ def check_derivatives(program: Program, facts: Facts) -> None:
 
 
 def _is_differentiated(node: fx.Node, flags: Mapping[fx.Node, tuple[bool, ...]], sizes: Mapping[str, int]) -> bool:
-    """Whether PyTorch came to the end of it: of operands that do not fit one another it says nothing.
+    """Returns whether PyTorch came to the end of it: of operands that do not fit one another it says nothing.
 
     Raises:
         CheckFailed: there is no derivative.
@@ -166,7 +166,7 @@ def _check_effects(node: fx.Node, target: torch._ops.OpOverload) -> None:
 
 
 def _check_canonical(node: fx.Node, target: torch._ops.OpOverload) -> None:
-    """What canonicalize takes out: memory that nothing has written, and where tensors lie."""
+    """Refuses what canonicalize takes out: memory that nothing has written, and where tensors lie."""
     arguments = bind_arguments(node)
     if _UNSET.search(target._schema.name.partition("::")[2]):
         _fail(node, f"{target} holds what is in memory by chance", "make it of zeros")
@@ -185,7 +185,7 @@ def _number(holds: Callable[[float], bool]) -> Callable[[Any], bool]:
 
 
 def _scalar(holds: Callable[[float], bool]) -> Callable[[Any], bool]:
-    """As `_number`, or a complex number whose parts both are so; what cannot take one has no result."""
+    """Returns `_number`, also of a complex number whose parts both are so; what cannot take one has no result."""
     real = _number(holds)
     return lambda value: real(value.real) and real(value.imag) if isinstance(value, complex) else real(value)
 
@@ -195,7 +195,7 @@ def _is_huge(value: float) -> bool:
 
 
 def _optional(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Sizes too, which are finite."""
+    """Returns the same for sizes too, which are finite, and for None."""
     return lambda value: value is None or isinstance(value, fx.Node) or holds(value)
 
 
@@ -254,7 +254,7 @@ def _check_domains(node: fx.Node) -> None:
 
 
 def _check_arithmetic(node: fx.Node) -> None:
-    """Sums with infinities have no order-free meaning: what one device gives, the ranks need not."""
+    """Refuses infinities: sums with them depend on an order, so that ranks may give others than one device."""
     if isinstance(node.target, torch._ops.OpOverload) and _ARITHMETIC.fullmatch(node.target._schema.name):
         for key, value in bind_arguments(node).items():
             if isinstance(value, (float, complex)) and not cmath.isfinite(value):
@@ -277,7 +277,7 @@ def _is_tensor(node: fx.Node, key: str, value: Any) -> bool:
 
 
 def _check_kernel(node: fx.Node) -> None:
-    """Norms run in the type of what they normalise, their weights in that, or in float32 where that is a half."""
+    """Checks that weights of norms are of the type of what they normalise, or float32 where that is a half."""
     first, *rest = [kind.dtype for operand in operands(node) for kind in output_types(operand)]
     wider = {torch.float32} if first in (torch.float16, torch.bfloat16) else set()
     for dtype in rest:
@@ -286,7 +286,7 @@ def _check_kernel(node: fx.Node) -> None:
 
 
 def _check_pairs(node: fx.Node, arguments: Mapping[str, Any]) -> None:
-    """Bounds in order, lists of one length, a padding index within its table."""
+    """Checks bounds to be in order, lists to be of one length, a padding index to be in its table."""
     for least, most in (("min_val", "max_val"), ("from", "to"), ("lower", "upper"), ("low", "high")):
         low, high = arguments.get(least), arguments.get(most)
         if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low > high:

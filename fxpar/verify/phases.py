@@ -195,7 +195,7 @@ def _check_order(program: Program, facts: Facts) -> bool:
 
 
 def _check_tuples(program: Program) -> None:
-    """Phases hand tensors on, and no tuples."""
+    """Checks that phases hand tensors on, and no tuples."""
     for node in program.graph.nodes:
         source = node.args[0] if node.target is operator.getitem else None
         if isinstance(source, fx.Node) and note(source).phase != note(node).phase:
@@ -208,7 +208,7 @@ def _check_tuples(program: Program) -> None:
 
 
 def _check_ends(program: Program) -> None:
-    """The forward gives the model's outputs, the backward gradients of inputs; those of parameters come of either."""
+    """Checks that the forward gives outputs, the backward gradients of inputs, and either those of parameters."""
     for name, value in zip(program.outputs, output_node(program.graph).args[0], strict=True):  # type: ignore[arg-type]
         if not isinstance(value, fx.Node):
             continue  # which another check says
@@ -291,7 +291,7 @@ class _ParameterPhase:
         return answer
 
     def _read(self, node: fx.Node, read: fx.Node) -> tuple[Placement, ...]:
-        """What a value is on the axis of the microbatches."""
+        """Returns what a value is on the axis of the microbatches."""
         if read in self.found:
             return self.found[read]
         if read.op == "placeholder" and read.name in self.constant:
@@ -306,7 +306,7 @@ class _ParameterPhase:
         return (P,)
 
     def _check_number(self, number: fx.Node, reader: fx.Node | None = None) -> None:
-        """Microbatches may have other sizes, which a number of the phase must not be of."""
+        """Refuses numbers of sizes, which microbatches may have others of."""
         kind = note(number).type
         assert isinstance(kind, ScalarType)
         if names([kind.value]):

@@ -210,5 +210,5 @@ def _wide(value: Any) -> Any:
 
 
 def wide(value: torch.Tensor) -> torch.Tensor:
-    """A floating tensor in float64, others as they are."""
+    """Returns a floating tensor in float64, others as they are."""
     return value.to(_WIDE.get(value.dtype, value.dtype))

@@ -61,7 +61,7 @@ def _gives_list(target: torch._ops.OpOverload) -> bool:
 
 
 def _parts(target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How many tensors an operation makes of one at most; 0 for those of lists."""
+    """Returns how many tensors an operation makes of one at most; 0 for those of lists."""
     schema = target._schema.arguments
     arguments = {a.name: a.default_value for a in schema if a.has_default_value()}
     arguments |= {**dict(zip((a.name for a in schema), args, strict=False)), **kwargs}
@@ -102,7 +102,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def whole_arguments(
     node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Mapping[str, int], outputs: Sequence[Tensor]
 ) -> Arguments:
-    """The arguments of the operation on one device.
+    """Returns the arguments of the operation on one device.
 
     Args:
         node: of a localised program.
@@ -128,7 +128,7 @@ def _cuts(node: fx.Node) -> list[tuple[str, Placement]]:
 
 
 def _sized(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> Arguments:
-    """Sizes of dimensions that are cut are the note's; others, -1 too, stand as they are."""
+    """Returns arguments whose sizes are the note's where dimensions are cut; others, -1 too, stand as they are."""
     target: Any = node.target
     name, at = name_of_sizes(target), SIZED[target]
     cut = {placement.dim for _, placement in _cuts(node)}
@@ -218,13 +218,13 @@ def _check(facts: Facts, local: bool) -> None:
 
 
 def _examples(program: Program) -> dict[str, int]:
-    """Of the symbols of inputs; of counted rows numbers that differ from each other, so that rows are not mixed."""
+    """Returns examples of symbols; those of counted rows differ from each other, so that rows are not mixed."""
     counted = {symbol.name: symbol.example + place for place, symbol in enumerate(program.counted)}
     return {s.name: s.example for s in program.symbols} | counted
 
 
 def _others(program: Program) -> Iterator[dict[str, int]]:
-    """All symbols doubled, one smaller, halved, one larger; then the same for each symbol alone."""
+    """Yields all symbols doubled, one smaller, halved, one larger; then the same for each symbol alone."""
     example = _examples(program)
     # A literal that happens to fit twice the example's size does not fit one less.
     other = {name: (2 * size, max(size - 1, 2), max(size // 2, 2), size + 1) for name, size in example.items()}
@@ -279,12 +279,12 @@ def _run(facts: Facts, sizes: Mapping[str, int], local: bool) -> None:
 
 
 def _held(value: Any) -> Hashable:
-    """What a value is to a question: numbers are themselves."""
+    """Returns what a value is to a question: numbers are themselves."""
     return (type(value), value) if isinstance(value, (int, float, bool)) else id(value)
 
 
 def _identity(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the result of a torch operator on shapes depends on; None for calls that are to be made each time."""
+    """Returns what the result of a torch operator on shapes depends on; None for calls to make each time."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
         return None
     if node.target is aten.where.default:  # finds other numbers of places with each mask
@@ -307,7 +307,7 @@ def _call(
     expected: Sequence[Tensor],
     axes: Mapping[str, int],
 ) -> Any:
-    """The operation on meta tensors; for fxpar's own operators what their records say."""
+    """Returns the operation on meta tensors; for fxpar's own operators what their records say."""
     target: Any = node.target
     if isinstance(target, Operator):
         return target.on_shapes(OnShapes(node, args, kwargs, tuple(expected), axes))
@@ -321,7 +321,7 @@ def _call(
 
 
 def _places(mask: Tensor, expected: Sequence[Tensor]) -> list[Tensor]:
-    """Places in each dimension of a mask, as many as values decide: what a note says of them it says of all alike."""
+    """Returns places in each dimension of a mask, as many as values decide, of which notes say the same."""
     shapes = {tuple(tensor.shape) for tensor in expected}
     if len(expected) != mask.dim() or len(shapes) != 1 or len(next(iter(shapes))) != 1:
         raise ValueError(f"gives as many places for each of {mask.dim()} dimensions")

@@ -77,7 +77,7 @@ class Phases:
     def run(
         self, microbatches: Sequence[Callable[[], Sequence[Tensor]]]
     ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-        """The outputs of each microbatch, and the gradients of all, by name.
+        """Returns the outputs of each microbatch, and the gradients of all, by name.
 
         Args:
             microbatches: each gives what the step takes.
@@ -147,7 +147,7 @@ def _pruned(graph: fx.Graph) -> fx.GraphModule:
 
 
 def with_other_rows(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs of another microbatch: of each that has the batch's rows these in reverse.
+    """Returns the inputs of another microbatch: of each that has the batch's rows these in reverse.
 
     What an author's forward takes for granted of a batch as a whole, how many pictures come with it say, is so still.
     """
@@ -219,7 +219,7 @@ def simulated_world(axes: Mapping[str, int]) -> Iterator[dict[str, Group]]:
 
 
 def _group(axes: Mapping[str, int], names: Sequence[str]) -> Group:
-    """The group of rank 0 over some axes."""
+    """Returns the group of rank 0 over some axes."""
     world = math.prod(axes.values())
     places = [coordinates(axes, rank) for rank in range(world)]
     ranks = [rank for rank in range(world) if not any(places[rank][axis] for axis in axes if axis not in names)]
@@ -242,7 +242,7 @@ def check_world(size: int) -> None:
 
 
 def symbol_values(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, int]:
-    """Values of the program's symbols for given inputs.
+    """Returns values of the program's symbols for given inputs.
 
     Raises:
         CheckFailed: the ranks that share out a size do not divide it.
@@ -255,7 +255,7 @@ def symbol_values(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, i
 
 
 def cotangents(program: Program, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """What gradients are taken of: whole upstream gradients by output.
+    """Returns what gradients are taken of: whole upstream gradients by output.
 
     One for the loss. Of a program without loss every floating output is differentiated, with random numbers that are
     the same for each program that has the same outputs: a gradient that is wrong in one place cannot cancel.
@@ -299,7 +299,7 @@ def run_single(program: Program, state: Mapping[str, Tensor], inputs: Mapping[st
 
 
 def step_of(program: Program) -> Program:
-    """A localised program with its backward, of the loss or of all outputs, by all parameters; a step as it is.
+    """Returns a localised program with its backward, of the loss or of all outputs, by all parameters; a step as it is.
 
     So is what is cut into stages, each of which has a backward of its own.
 
@@ -365,7 +365,7 @@ def _run_stages(
     sizes: Mapping[str, int],
     lowering: Callable[[Program, Mapping[str, Group]], Lowered],
 ) -> list[SimulationResult]:
-    """The stages of a pipeline in sequence: what each sends is what the next takes, gradients the same way back.
+    """Runs the stages of a pipeline in sequence: each takes what the one before sends; gradients come back.
 
     Gradients of a parameter that several stages hold are summed. A forward runs once for what it sends, and again in
     front of its backward: it draws the same bits.
@@ -395,7 +395,7 @@ def _run_stages(
 
 
 def step_of_stage(stage: Stage) -> Program:
-    """A stage's program with its backward."""
+    """Returns a stage's program with its backward."""
     program = stage.program
     trained = [p.fqn for p in program.parameters]
     return PassManager([of_outputs(stage.tangents, program.outputs, trained)]).run(program)
@@ -439,7 +439,7 @@ class _Ranks:
         self._stack.__exit__(*exception)
 
     def run(self, program: Program, local_inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The outputs of a program by name, one tensor a rank.
+        """Returns the outputs of a program by name, one tensor a rank.
 
         Args:
             local_inputs: of some placeholders what the ranks have; of the others it is parts of whole values.
@@ -452,7 +452,7 @@ class _Ranks:
     def run_phases(
         self, program: Program, microbatches: Sequence[Mapping[str, Tensor]], scales: Sequence[float]
     ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-        """The outputs of each microbatch, and the gradients of all, by name; one tensor a rank."""
+        """Returns the outputs of each microbatch, and the gradients of all, by name; one tensor a rank."""
         lowered = self._lowered(program)
         calls = [
             partial(self._operands, program, lowered, {}, inputs, scale)
@@ -474,7 +474,7 @@ class _Ranks:
         inputs: Mapping[str, Tensor],
         scale: float = 1.0,
     ) -> list[Tensor]:
-        """What the ranks take, in order: `local_inputs` by name of the placeholder, else parts of whole values.
+        """Returns what the ranks take, in order: `local_inputs` by name of the placeholder, else parts of whole values.
 
         Args:
             scale: by what tangents are multiplied.
@@ -493,7 +493,7 @@ class _Ranks:
     def runs(
         self, tensors: Mapping[str, Tensor], gradients: Mapping[str, str], outputs: Sequence[str]
     ) -> list[SimulationResult]:
-        """What each rank has.
+        """Returns what each rank has.
 
         Args:
             gradients: by name of the parameter the name of the value.
@@ -520,7 +520,7 @@ def _run_by_rank(lowered: Lowered) -> None:
 
 
 def _unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function on plain tensors, of whose operators no mode is told: the simulator's would hand each one on."""
+    """Returns the function on plain tensors, of whose operators no mode hears: the simulator would run each."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with no_dispatch():

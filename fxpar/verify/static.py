@@ -29,7 +29,7 @@ from fxpar.verify.types import check_choice, check_types
 
 
 def check_stages(program: Program) -> None:
-    """Each operation is on one stage, reads what that computes, receives or holds, and nothing crosses twice.
+    """Checks that an operation is on one stage, reads what that has or receives, and nothing crosses twice.
 
     Raises:
         CheckFailed: names the node, and the cut between two stages.
@@ -76,7 +76,7 @@ def _check_transfer(node: fx.Node, received: dict[tuple[fx.Node, int], fx.Node])
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """What is passed on from stage to stage."""
+    """Returns what is passed on from stage to stage."""
     while is_transfer(node):
         (node,) = node.all_input_nodes
     return node
@@ -102,7 +102,7 @@ def _check_read(program: Program, node: fx.Node, read: fx.Node) -> None:
 
 
 def _check_held(program: Program) -> None:
-    """Parameters are held by those that read them."""
+    """Checks that parameters are held by those that read them."""
     nodes = program.placeholders()
     for parameter in program.parameters:
         node = nodes[parameter.node]
@@ -121,7 +121,7 @@ def _check_held(program: Program) -> None:
 
 
 def check_neighbours(stages: Sequence[Stage]) -> None:
-    """What each stage sends is what the next one receives, in that order, and gradients come back of the same values.
+    """Checks that each stage receives what the one before sends, in order, and gradients come back of it.
 
     Args:
         stages: all of them, in order.

@@ -53,7 +53,7 @@ _RESTS_ON: Mapping[str, frozenset[str]] = {name: item.requires for item in DEFAU
 
 
 def check_header(program: Program, facts: Facts | None = None) -> None:
-    """Properties rest on each other and are those of the nodes; each symbol is the size of an input.
+    """Checks that properties rest on each other and are those of the nodes; each symbol is the size of an input.
 
     The example satisfies each condition.
 
@@ -174,7 +174,7 @@ def check_counted(program: Program) -> None:
 
 
 def _check_picked(node: fx.Node, known: set[str], sizes: dict[str, fx.Node]) -> None:
-    """A loop over experts picks a number of rows for each, until `recognize_experts` has written it as sorted rows."""
+    """Checks that a loop over experts picks its own number of rows for each, until they are sorted rows."""
     picked = names(size for kind in output_types(node) for size in kind.shape) & known
     if len(picked) != 1 or any(sizes.setdefault(name, node) is not node for name in picked):
         raise CheckFailed(
@@ -257,7 +257,7 @@ def _check_placeholders(program: Program) -> None:
 
 
 def _check_tables(program: Program) -> None:
-    """A name stands for one tensor, and what is trained has a gradient."""
+    """Checks that a name stands for one tensor, and what is trained has a gradient."""
     seen: set[str] = set()
     for parameter in program.parameters:
         for name in (parameter.fqn, *parameter.tied):
@@ -271,7 +271,7 @@ def _check_tables(program: Program) -> None:
 
 
 def _check_note(program: Program, node: fx.Node, known: _Known) -> None:
-    """What is used has a type, in declared symbols, and with layouts one canonical layout for each output."""
+    """Checks that what is used has a type of declared symbols, and each output one canonical layout."""
     if Property.STAGES not in program.properties and (note(node).stages or is_transfer(node)):
         raise CheckFailed(
             "is on a stage of a pipeline, and the program has none", where=describe(node), remedy="add: stages"
@@ -306,7 +306,7 @@ def _check_note(program: Program, node: fx.Node, known: _Known) -> None:
 
 
 def _check_bucket(program: Program, node: fx.Node) -> None:
-    """It gives its operands again, and these are parameters, of which other axes' gradients may be summed before.
+    """Checks that it gives its operands again, and that these are parameters, maybe summed on other axes.
 
     Its reduction runs once a step, not in each microbatch.
     """
@@ -352,7 +352,7 @@ def _check_layout(program: Program, node: fx.Node, layout: Layout) -> None:
 
 
 def _check_atoms(program: Program, node: fx.Node, names: list[str]) -> None:
-    """No two axes of a layout stand for the same ranks: it speaks of the dense or of the expert part, in one way."""
+    """Checks that no two axes of a layout stand for the same ranks: it is of the dense or of the expert part."""
     try:
         pair = program.mesh.sharing(names)
     except PlanError as error:
@@ -382,7 +382,7 @@ def _check_axis(program: Program, node: fx.Node) -> None:
 
 
 def _check_items(program: Program) -> None:
-    """In a step each part of a tuple is taken once, and nothing else reads tuples.
+    """Checks that in a step each part of a tuple is taken once, and that nothing else reads tuples.
 
     An operation that is differentiated may be replaced by another one, part by part.
     """
@@ -400,7 +400,7 @@ def _check_items(program: Program) -> None:
 
 
 def _check_marks(program: Program) -> None:
-    """What a note says of how a node runs: its buffer, whether it computes again, and where CUDA graphs end."""
+    """Checks what a note says of how a node runs: its buffer, recomputation, and where CUDA graphs end."""
     is_step = Property.STEP in program.properties
     counted = {symbol.name for symbol in program.counted}
     for node in program.graph.nodes:
@@ -426,7 +426,7 @@ def _check_marks(program: Program) -> None:
 
 
 def _check_conversions(program: Program) -> None:
-    """No value is converted to one placement twice: its values would be right, the communication doubled.
+    """Checks that no value is converted to one placement twice, which would double the communication.
 
     Each stage of a pipeline converts for itself.
     """
@@ -449,7 +449,7 @@ def _check_conversions(program: Program) -> None:
 
 
 def _check_random(program: Program, facts: Facts) -> None:
-    """Every random node has an identity of its own, and with property `rng` draws from the counter generator."""
+    """Checks that random nodes have identities that differ, and with property `rng` draw from the counter."""
     seen: dict[int, fx.Node] = {}
     states = [entry.node for entry in program.inputs if entry.path == RNG_PATH]
     if states and Property.RNG not in program.properties:
@@ -488,7 +488,7 @@ def _check_random(program: Program, facts: Facts) -> None:
 
 
 def _check_drawn_again(node: fx.Node, first: fx.Node | None) -> None:
-    """What draws in the backward draws what the forward drew."""
+    """Checks that what draws in the backward draws what the forward drew."""
     if first is None:
         raise CheckFailed(
             f"draws bits of the identity {note(node).random} that no node of the forward draws",
@@ -512,7 +512,7 @@ def _check_counter(node: fx.Node, states: list[str]) -> None:
 
 
 def _check_buffer(program: Program, name: str, value: fx.Node) -> None:
-    """The new value of a buffer is the forward's, of the buffer's type, and nothing differentiates it."""
+    """Checks that the new value of a buffer is the forward's, of the buffer's type, and nothing differentiates it."""
     owner = next((p for p in program.parameters if p.fqn == buffer_of(name)), None)
     if owner is None or owner.kind != "buffer":
         what = "nothing" if owner is None else f"a {owner.kind}"

@@ -32,7 +32,7 @@ from fxpar.signatures.check_cache import Facts, facts_of
 
 
 def check_types(program: Program, facts: Facts | None = None) -> None:
-    """Every operation accepts its operands' layouts, and what follows from them is what the notes say.
+    """Checks that every operation accepts its operands' layouts, and what follows from them is what the notes say.
 
     Args:
         facts: of the program, where they are known.
@@ -68,12 +68,12 @@ def check_types(program: Program, facts: Facts | None = None) -> None:
 
 
 def _open(program: Program) -> bool:
-    """Whether `vocab_parallel` has yet to run."""
+    """Returns whether `vocab_parallel` has yet to run."""
     return program.properties.isdisjoint({Property.VOCABULARY, Property.LOCAL})
 
 
 def check_choice(program: Program, facts: Facts | None = None) -> None:
-    """Before coercions: what each operation needs of its operands gives its layouts, and can be had by coercions.
+    """Checks before coercions that what each operation needs gives its layouts, and can be had by coercions.
 
     Args:
         facts: of the program, where they are known.
@@ -113,7 +113,7 @@ def check_choice(program: Program, facts: Facts | None = None) -> None:
 
 
 def _check_number(node: fx.Node, layouts: Mapping[fx.Node, tuple[Layout, ...]]) -> None:
-    """A number that is read off a tensor is the same on every rank, and on one device.
+    """Checks that a number that is read off a tensor is the same on every rank, and on one device.
 
     Raises:
         LayoutError: it is the size of a dimension that is cut, or made of elements that differ by rank.
@@ -148,7 +148,7 @@ def _convertible(node: fx.Node, name: str, source: Layout, target: Layout, carri
 
 
 def _placeholder(program: Program, node: fx.Node, carries: bool) -> Layout:
-    """Parameters are I or shards of which each rank has its own part; what carries no gradient is R or a shard."""
+    """Checks that parameters are I or shards without copies, and what carries no gradient R or a shard."""
     layout, kind, whole = output_layouts(node)[0], tensor_type(node), canonical_placement(I, carries)
     if not is_forward(node):
         return _tangent(program, node, layout)
@@ -190,7 +190,7 @@ def _placeholder(program: Program, node: fx.Node, carries: bool) -> Layout:
 
 
 def _tangent(program: Program, node: fx.Node, layout: Layout) -> Layout:
-    """The gradient of an output is held as the dual of that."""
+    """Returns the gradient of an output is held as the dual of that."""
     path = next(i.path for i in program.inputs if i.node == node.name)
     output = program.output_nodes().get(output_of(path))
     if output is None:
@@ -206,7 +206,7 @@ def _tangent(program: Program, node: fx.Node, layout: Layout) -> Layout:
 
 
 def _check_gradient(name: str, node: fx.Node, layout: Layout, owner: fx.Node | None) -> None:
-    """The gradient of a parameter or an input ends as the dual of that, which an optimizer can take as it is."""
+    """Checks that the gradient of a parameter or an input is its dual, which an optimizer takes as it is."""
     if owner is None:
         raise CheckFailed(
             "is the gradient of nothing", where=f"output {name}", remedy="name a parameter of the program"
@@ -238,7 +238,7 @@ def _compare(node: fx.Node, layouts: tuple[Layout, ...], context: Context) -> No
 
 
 def _conversion(node: fx.Node, context: Context, axis: str, mine: Placement, claim: Placement) -> str:
-    """The coercion of an operand, or of a sum that is made here, that gives what the note says."""
+    """Returns the coercion of an operand, or of a sum that is made here, that gives what the note says."""
     row = coercion(mine, claim)
     behind = f"insert fxpar.{row.operator.__name__}[{axis}](%{node.name}) : {axis}:{mine}→{claim}" if row else ""
     made_here = mine.kind == "P" and not any(placement.kind == "P" for placement in context.found(axis))

@@ -89,14 +89,14 @@ class ValueReport:
 
 
 def program_state(program: Program, model: nn.Module) -> dict[str, Tensor]:
-    """Values of the program's parameters, buffers and constants, by name."""
+    """Returns values of the program's parameters, buffers and constants, by name."""
     tensors: dict[str, Tensor] = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     tensors.update(program.constants)
     return {p.fqn: tensors[p.fqn].detach() for p in program.parameters}
 
 
 def call_inputs(captured: Captured, model: nn.Module, batch: Any, *, as_given: bool = False) -> dict[str, Tensor]:
-    """The program's inputs for a call, by path; with `as_given` the very tensors of the batch, in their own types."""
+    """Returns the program's inputs for a call, by path; with `as_given` the very tensors of the batch."""
     if captured.loss is not None:
         call: Any = ((batch,), {})
     else:
@@ -106,7 +106,7 @@ def call_inputs(captured: Captured, model: nn.Module, batch: Any, *, as_given: b
 
 
 def reference_program(captured: Program) -> Program:
-    """The captured program on one device with the counter generator's masks, in float64."""
+    """Returns the captured program on one device with the counter generator's masks, in float64."""
     if captured.loss and captured.plan.loss_reduction != "mean":
         # What the plan takes for the loss is written into the graph; its numbers are those of the whole.
         captured = PassManager([*CANONICAL_PASSES, divide_batch]).run(captured)
@@ -118,7 +118,7 @@ def reference_program(captured: Program) -> Program:
 
 
 def rng_state(seed: int = 0, step: int = 0, microbatch: int = 0) -> Tensor:
-    """The generator's input: i64[3]."""
+    """Returns the generator's input: i64[3]."""
     return torch.tensor([seed, step, microbatch], dtype=torch.int64)
 
 
@@ -130,7 +130,7 @@ def reference_run(
     step: int = 0,
     microbatch: int = 0,
 ) -> SimulationResult:
-    """What one device computes, in float64; arguments as for `verify_values`.
+    """Returns what one device computes, in float64; arguments as for `verify_values`.
 
     Raises:
         CheckFailed: the loss is not finite, or a gradient is NaN everywhere, so that nothing could be compared with it.
@@ -154,7 +154,7 @@ def reference_run(
 
 
 def _weights(program: Program, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A pass may have added constants."""
+    """Returns a pass may have added constants."""
     return {name: wide(value) for name, value in {**program.constants, **state}.items()}
 
 
@@ -165,14 +165,14 @@ def _given(program: Program, inputs: Mapping[str, Tensor], step: int, microbatch
 
 
 def _scale(whole: Tensor) -> float:
-    """The largest finite value, by which deviations are measured."""
+    """Returns the largest finite value, by which deviations are measured."""
     is_number = whole.is_floating_point() or whole.is_complex()
     finite = whole[whole.isfinite()].abs() if is_number else torch.ones(1)
     return float(finite.max()) if finite.numel() else 0.0
 
 
 def _deviation(mine: Tensor, reference: Tensor, scale: float) -> float:
-    """Largest difference over `scale`; infinite for other shapes, integers, infinities or NaNs."""
+    """Returns largest difference over `scale`; infinite for other shapes, integers, infinities or NaNs."""
     if mine.shape != reference.shape or mine.dtype != reference.dtype:
         return float("inf")
     # Equal infinities agree, and so do two NaNs, which compare as different.
@@ -254,7 +254,7 @@ def compare(
 
 
 def _is_rounding(large: _Gaps, reference: SimulationResult, again: Callable[[], SimulationResult]) -> bool:
-    """Whether deviations are such as the reference has from itself where its sums are rounded otherwise."""
+    """Returns whether deviations are such as the reference has from itself where its sums are rounded otherwise."""
     noise = _noise("reference", reference, again)
     return all(gap <= TOLERANCE + FACTOR * noise[key] for key, gap in large.items())
 
@@ -310,7 +310,7 @@ def _verify_step(
     by_microbatch = run_microbatches(promote(program), _weights(program, state), microbatches, SCALES, sizes)
 
     def both(runs: Sequence[SimulationResult]) -> list[SimulationResult]:
-        """Each with the gradients of the step, which are sums."""
+        """Returns each with the gradients of the step, which are sums."""
         gradients: dict[str, Tensor] = {}
         for scale, one in zip(SCALES, runs, strict=True):
             for name, value in one.gradients.items():
@@ -362,7 +362,7 @@ class _RoundingDecides(CheckFailed):
 
 @contextlib.contextmanager
 def _widened(model: nn.Module) -> Iterator[None]:
-    """The model in float64 for a while; afterwards it holds the very tensors that it held."""
+    """Casts the model to float64 for a while; afterwards it holds the very tensors that it held."""
     saved = [(parameter, parameter.data, parameter.grad) for parameter in model.parameters()]
     try:
         for parameter, data, _ in saved:
@@ -380,7 +380,7 @@ def _widened(model: nn.Module) -> Iterator[None]:
 def _check_capture(
     captured: Captured, model: nn.Module, batch: Any, canonical: bool, typed: Callable[[Program], Program]
 ) -> None:
-    """As `check_capture`, for graphs that `typed` brings to the types of the model."""
+    """Checks as `check_capture` does, for graphs that `typed` brings to the types of the model."""
     new = written(captured.program)
     device = next((t.device for t in model.parameters()), torch.device("cpu"))
     batch = pytree.tree_map_only(Tensor, lambda t: t.to(device), batch)
@@ -429,19 +429,19 @@ def _seed(device: torch.device) -> None:
 
 
 def _devices(device: torch.device) -> list[torch.device]:
-    """Whose generators a run draws from, beside the CPU's."""
+    """Returns whose generators a run draws from, beside the CPU's."""
     return [device] if device.type == "cuda" else []
 
 
 @contextlib.contextmanager
 def _own_buffers(model: nn.Module) -> Iterator[None]:
-    """The model with copies of its buffers: what a forward does to them in place is gone at the end."""
+    """Gives the model copies of its buffers: what a forward does to them in place is gone at the end."""
     with swapped(model, {id(b): b.clone() for b in model.buffers()}):
         yield
 
 
 def _run_eagerly(captured: Captured, model: nn.Module, batch: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Outputs by name, new values of buffers too, and gradients of the parameters that outputs reach.
+    """Returns outputs by name, new values of buffers too, and gradients of the parameters that outputs reach.
 
     Buffers are what the forward makes of them: a checkpoint of the author's writes them once more in the backward.
     """
@@ -488,7 +488,7 @@ def _eagerly(model: nn.Module) -> Blamed:
 def _gradients(
     roots: Mapping[str, Tensor], upstream: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Gradients by `backward`, which reentrant checkpoints ask for; what the parameters held is put back."""
+    """Returns gradients by `backward`, which reentrant checkpoints need; gradients from before are put back."""
     saved = {name: parameter.grad for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = None
@@ -519,7 +519,7 @@ def _gaps(label: str, expected: _Results, actual: _Results) -> _Gaps:
 
 
 def _noise(label: str, run: SimulationResult, again: Callable[[], SimulationResult]) -> _Gaps:
-    """How far results of a graph are from themselves where its sums are rounded otherwise; as `_gaps`."""
+    """Returns how far results of a graph are from themselves where its sums are rounded otherwise; as `_gaps`."""
     noise: dict[tuple[str, str], float] = {}
     for seed in range(_RUNS):
         with OtherOrder(seed):
