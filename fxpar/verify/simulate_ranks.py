@@ -46,7 +46,7 @@ from fxpar.ops.lower import Lowered, lower
 from fxpar.ops.process_group import Group
 from fxpar.passes.differentiate import differentiate, of_outputs
 from fxpar.torch_internals import no_dispatch
-from fxpar.verify.promote import promote
+from fxpar.verify.reference_program import promote
 from fxpar.verify.static import check_neighbours
 
 # Several microbatches of one step: what runs in each of them, and what runs once on what all have left.

@@ -42,7 +42,7 @@ from fxpar.passes.divide_batch import divide_batch
 from fxpar.passes.insert_collectives import insert_collectives
 from fxpar.torch_internals import FakeTensor
 from fxpar.verify.capacity_reference import drop_beyond_capacity
-from fxpar.verify.promote import FACTOR, UNITS, OtherOrder, epsilon, promote, wide
+from fxpar.verify.reference_program import FACTOR, UNITS, OtherOrder, epsilon, promote, wide
 from fxpar.verify.simulate_ranks import (
     SCALES,
     SimulationResult,
@@ -334,7 +334,7 @@ def check_capture(captured: Captured, model: nn.Module, batch: Any, canonical: b
     PyTorch draws the same random bits on both sides, from one seed. Values differ by rounding: gradients are summed in
     another order where a value has several users, the canonical graph adds biases apart, and PyTorch has several
     kernels for what a trace writes in one way. Allowed are some units of the coarsest type in the graph, of the largest
-    value, and a multiple of what another order of its sums changes in the graph itself (`fxpar.verify.promote`).
+    value, and a multiple of what another order of its sums changes in the graph itself (`fxpar.verify.reference_program`).
     Where that is so much that nothing could be seen, both are compared in float64. Module and generators are left as
     they were.
 

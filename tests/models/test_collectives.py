@@ -16,7 +16,7 @@ from fxpar.ir.program import Program
 from fxpar.ir.step import RNG_PATH
 from fxpar.ops import process_group as ops
 from fxpar.plan.plan import Plan
-from fxpar.verify.promote import promote, wide
+from fxpar.verify.reference_program import promote, wide
 from fxpar.verify.simulate_ranks import run_ranks, step_of, symbol_values
 from fxpar.verify.values import call_inputs, program_state, rng_state
 from tests.layers import by_layer

@@ -20,7 +20,7 @@ from fxpar.ops.lower import lower
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.rank_consensus import connected
 from fxpar.runtime.world import join
-from fxpar.verify.promote import promote
+from fxpar.verify.reference_program import promote
 from fxpar.verify.simulate_ranks import step_of
 from fxpar.verify.values import rng_state
 from tests.models.test_data_parallel import compiled, reference

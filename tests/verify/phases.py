@@ -25,7 +25,7 @@ from fxpar.layout.shards import local_block
 from fxpar.mesh.axes import coordinates
 from fxpar.ops.lower import lower
 from fxpar.plan.plan import Plan
-from fxpar.verify.promote import promote
+from fxpar.verify.reference_program import promote
 from fxpar.verify.simulate_ranks import simulated_world, symbol_values
 from fxpar.verify.values import call_inputs, program_state, reference_run, rng_state
 

@@ -23,7 +23,7 @@ from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops.collectives import COERCION_OF, sum_gradients
 from fxpar.ops.operator import Operator
 from fxpar.ops.random import axis_index
-from fxpar.verify.promote import promote, wide
+from fxpar.verify.reference_program import promote, wide
 from fxpar.verify.shapes import whole_arguments
 from fxpar.verify.simulate_ranks import SimulationResult, run_ranks, run_single, step_of, symbol_values
 from fxpar.verify.values import ValueReport, compare, rng_state

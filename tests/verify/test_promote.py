@@ -15,7 +15,7 @@ from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import verify
-from fxpar.verify.promote import promote
+from fxpar.verify.reference_program import promote
 
 HIDDEN = 16
 EPS = ", eps=1.1920928955078125e-07)"

@@ -16,7 +16,7 @@ from fxpar.errors import CheckFailed
 from fxpar.ir.program import Program, note, set_note
 from fxpar.plan.plan import Plan
 from fxpar.verify import values
-from fxpar.verify.promote import OtherOrder
+from fxpar.verify.reference_program import OtherOrder
 from fxpar.verify.values import TOLERANCE, call_inputs, check_capture, program_state, verify_values
 
 aten = torch.ops.aten

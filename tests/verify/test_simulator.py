@@ -26,7 +26,7 @@ from fxpar.ops.process_group import Group
 from fxpar.testing.ranks import agree_gradient, place_gradient
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import placement_text
-from fxpar.verify.promote import promote, wide
+from fxpar.verify.reference_program import promote, wide
 from fxpar.verify.simulate_ranks import run_ranks, simulated_world, step_of, symbol_values
 from fxpar.verify.values import compare, rng_state
 from tests.verify.cases import prepared, program
