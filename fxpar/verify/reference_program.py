@@ -1,13 +1,15 @@
-"""A program in double precision.
+"""The program of one device by which values are judged, in double precision.
 
-Enters: a program. Leaves: the same program with every floating type, cast and literal type float64: losses, norms and
-rotary tables are float32 even in a model that was cast to double, and would hide errors below 1e-7.
+Enters: a captured program. Leaves: the same program with every floating type, cast and literal type float64: losses,
+norms and rotary tables are float32 even in a model that was cast to double, and would hide errors below 1e-7. Where
+experts have a limited capacity, nobody gets the pairs of a token and an expert beyond it.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from fxpar.errors import CheckFailed
+from fxpar.experts.compiler.routed_rows import routed
 from fxpar.ir.program import (
     Note,
     Parameter,
@@ -29,7 +32,16 @@ from fxpar.ir.program import (
     set_note,
     tensor_type,
 )
+from fxpar.ir.properties import Property
 from fxpar.ir.regions import inlined
+from fxpar.ir.step import batch_size
+from fxpar.manager import PassManager
+from fxpar.passes import CANONICAL_PASSES
+from fxpar.passes.annotate import annotate
+from fxpar.passes.assign_rng import assign_rng
+from fxpar.passes.divide_batch import divide_batch
+from fxpar.passes.insert_collectives import insert_collectives
+from fxpar.plan.plan import Plan
 from fxpar.signatures.op_call import write_defaults
 from fxpar.torch_internals import TorchDispatchMode
 
@@ -212,3 +224,93 @@ def _wide(value: Any) -> Any:
 def wide(value: torch.Tensor) -> torch.Tensor:
     """Returns a floating tensor in float64, others as they are."""
     return value.to(_WIDE.get(value.dtype, value.dtype))
+
+
+def reference_program(captured: Program) -> Program:
+    """Returns the captured program on one device with the counter generator's masks, in float64."""
+    if captured.loss and captured.plan.loss_reduction != "mean":
+        # What the plan takes for the loss is written into the graph; its numbers are those of the whole.
+        captured = PassManager([*CANONICAL_PASSES, divide_batch]).run(captured)
+    single = captured.with_(plan=captured.plan.on_one_rank())
+    program = promote(PassManager([*CANONICAL_PASSES, annotate, insert_collectives, assign_rng]).run(single))
+    if captured.plan.experts.capacity_factor is not None and Property.EXPERTS not in captured.properties:
+        drop_beyond_capacity(program, captured.plan)
+    return program
+
+
+# Experts of a limited capacity: a loop over pairs of a token and an expert, which drops as ranks do. It has nothing of
+# `experts.compiler.expert_capacity`, so that a fault there shows.
+
+
+def drop_beyond_capacity(program: Program, plan: Plan) -> None:
+    """Has each sort of tokens by expert take the pairs that a run of all ranks keeps.
+
+    Args:
+        program: on one device; it is changed.
+        plan: of all ranks, with a `capacity_factor`.
+    """
+    for region in routed(program):
+        sort, (indices,), weights = region.sort, operands(region.sort), None
+        if plan.experts.drop_policy == "probs":
+            weights = next(operands(put)[1] for put in region.puts if put.target is torch.ops.fxpar.moe_combine.default)
+            _bring_before(weights, sort)
+        tensor_ranks = plan.tp if plan.ep > 1 else 1
+        with program.graph.inserting_before(sort):
+            # Where no row is cut, what a data rank has is as one row.
+            rows = _batch(program) if tensor_ranks > 1 else plan.data_ranks
+            cuts = rows, plan.data_ranks, tensor_ranks
+            args = (indices, weights, region.experts, *cuts, str(plan.experts.capacity_factor))
+            limited = program.graph.call_function(kept_pairs, args)
+        set_note(limited, note(indices))
+        sort.replace_input_with(indices, limited)
+
+
+def kept_pairs(
+    indices: Tensor, weights: Tensor | None, experts: int, rows: int, data_ranks: int, tensor_ranks: int, factor: str
+) -> Tensor:
+    """Returns the experts of each token, int[T, K]; `experts` for the pairs that are dropped.
+
+    Args:
+        indices: int[T, K], of tokens by row of the batch.
+        weights: [T, K]; an expert keeps those that weigh most, of equal ones the first. None: the first.
+        rows: of the batch, or any number of equal parts of it where `tensor_ranks` is 1.
+        data_ranks: that share out rows.
+        tensor_ranks: that share out the sequence of each row, the last of them fewer where it does not divide.
+        factor: multiple of the rows that each expert of a source would have if all had as many.
+    """
+    tokens, choices = indices.shape
+    length, rows_of_rank = tokens // rows, rows // data_ranks
+    part = math.ceil(length / tensor_ranks)
+    capacity = math.ceil(Fraction(factor) * rows_of_rank * part * choices / experts)
+    pairs: dict[tuple[int, int, int], list[tuple[float, int, int]]] = {}
+    weight = [[0.0] * choices] * tokens if weights is None else weights.detach().tolist()
+    for token, chosen in enumerate(indices.tolist()):
+        row, position = divmod(token, length)
+        for choice, expert in enumerate(chosen):
+            source = row // rows_of_rank, position // part
+            pairs.setdefault((*source, expert), []).append((-weight[token][choice], token, choice))
+    limited = torch.full_like(indices, experts)
+    for (*_, expert), candidates in pairs.items():
+        for _, token, choice in sorted(candidates)[:capacity]:
+            limited[token, choice] = expert
+    return limited
+
+
+def _bring_before(node: fx.Node, place: fx.Node) -> None:
+    """Moves a node, and what it is made of, in front of a place that it does not depend on."""
+    if place < node:
+        for operand in node.all_input_nodes:
+            _bring_before(operand, place)
+        place.prepend(node)
+
+
+def _batch(program: Program) -> fx.Node | int:
+    """Returns how many rows the batch has, as a number, or as a node that reads it off an input."""
+    size = batch_size(program)
+    if isinstance(size, int):
+        return size
+    for entry in program.inputs:
+        if size in entry.type.shape:
+            sizes = program.node(entry.node), entry.type.shape.index(size)
+            return program.graph.call_function(torch.ops.aten.sym_size.int, sizes)
+    raise AssertionError(f"no input has {size} rows")

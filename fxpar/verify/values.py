@@ -36,13 +36,8 @@ from fxpar.layout.shards import local_block, without_padding
 from fxpar.manager import PassManager
 from fxpar.mesh.axes import coordinates
 from fxpar.passes import CANONICAL_PASSES
-from fxpar.passes.annotate import annotate
-from fxpar.passes.assign_rng import assign_rng
-from fxpar.passes.divide_batch import divide_batch
-from fxpar.passes.insert_collectives import insert_collectives
 from fxpar.torch_internals import FakeTensor
-from fxpar.verify.capacity_reference import drop_beyond_capacity
-from fxpar.verify.reference_program import FACTOR, UNITS, OtherOrder, epsilon, promote, wide
+from fxpar.verify.reference_program import FACTOR, UNITS, OtherOrder, epsilon, promote, reference_program, wide
 from fxpar.verify.simulate_ranks import (
     SCALES,
     SimulationResult,
@@ -103,18 +98,6 @@ def call_inputs(captured: Captured, model: nn.Module, batch: Any, *, as_given: b
         call = arguments(model, batch, False)
         call = call if as_given else cast_inputs(call, input_dtype(captured.program.plan))
     return captured.spec.inputs(call)
-
-
-def reference_program(captured: Program) -> Program:
-    """Returns the captured program on one device with the counter generator's masks, in float64."""
-    if captured.loss and captured.plan.loss_reduction != "mean":
-        # What the plan takes for the loss is written into the graph; its numbers are those of the whole.
-        captured = PassManager([*CANONICAL_PASSES, divide_batch]).run(captured)
-    single = captured.with_(plan=captured.plan.on_one_rank())
-    program = promote(PassManager([*CANONICAL_PASSES, annotate, insert_collectives, assign_rng]).run(single))
-    if captured.plan.experts.capacity_factor is not None and Property.EXPERTS not in captured.properties:
-        drop_beyond_capacity(program, captured.plan)
-    return program
 
 
 def rng_state(seed: int = 0, step: int = 0, microbatch: int = 0) -> Tensor:
@@ -334,7 +317,7 @@ def check_capture(captured: Captured, model: nn.Module, batch: Any, canonical: b
     PyTorch draws the same random bits on both sides, from one seed. Values differ by rounding: gradients are summed in
     another order where a value has several users, the canonical graph adds biases apart, and PyTorch has several
     kernels for what a trace writes in one way. Allowed are some units of the coarsest type in the graph, of the largest
-    value, and a multiple of what another order of its sums changes in the graph itself (`fxpar.verify.reference_program`).
+    value, and a multiple of what another order of its sums changes in the graph itself (`OtherOrder`).
     Where that is so much that nothing could be seen, both are compared in float64. Module and generators are left as
     they were.
 
