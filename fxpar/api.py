@@ -76,7 +76,7 @@ def parallelize(
     """
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= _LONGEST_TIMEOUT:
         remedy = f"pass a positive number, {_LONGEST_TIMEOUT:g} at most"
-        raise InputError(f"{shown(timeout)} is no number of seconds", where="timeout", remedy=remedy)
+        raise InputError(f"must be a number of seconds, got {shown(timeout)}", where="timeout", remedy=remedy)
     agreement = connect(timeout)
     with agreement.call("parallelize"):
         check_arguments(model, plan, passes)
@@ -93,12 +93,12 @@ def parallelize(
 
 def _check_options(check_inputs: Any) -> None:
     if not isinstance(check_inputs, bool):
-        raise InputError(f"{shown(check_inputs)} is neither True nor False", where="check_inputs", remedy="pass one")
+        raise InputError(f"must be True or False, got {shown(check_inputs)}", where="check_inputs", remedy="pass one")
 
 
 def _check(model: nn.Module, loss: Any) -> None:
     if loss is not None and not callable(loss) and (not isinstance(loss, str) or not loss):
-        raise InputError(f"{shown(loss)} is no loss", where="loss", remedy="pass an output's name or a callable")
+        raise InputError(f"must be a name or a callable, got {shown(loss)}", where="loss", remedy="pass one")
     if isinstance(model, nn.Module) and any(isinstance(module, Unwrappable) for module in model.modules()):
         raise InputError(
             "the model is parallelised already", where="parallelize", remedy="pass the author's model, once"
@@ -166,4 +166,4 @@ def prefetch(batches: Iterable[Any], model: ParallelModule) -> Prefetched:
 def _check_parallel(model: Any, where: str) -> None:
     if not isinstance(model, ParallelModule):
         remedy = "pass what parallelize returned"
-        raise InputError(f"a {type(model).__name__} is no ParallelModule", where=where, remedy=remedy)
+        raise InputError(f"must be a ParallelModule, got a {type(model).__name__}", where=where, remedy=remedy)

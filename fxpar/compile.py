@@ -126,7 +126,7 @@ def compile_program(
     until: str | None = None,
     on_pass: Callable[[PassRecord], None] | None = None,
 ) -> Program:
-    """The program after all passes, or after the pass named `until`, statically checked before and after each.
+    """Returns the program after all passes, or after the pass named `until`, statically checked before and after each.
 
     Raises:
         FxparError: a pass or a check refused it.
@@ -143,7 +143,7 @@ def compile_step(
     splits: bool = False,
     copies: Collection[str] | None = None,
 ) -> Program:
-    """The training step of a compiled program, statically checked after each pass.
+    """Returns the training step of a compiled program, statically checked after each pass.
 
     Args:
         program: that was checked when it was compiled.
@@ -162,7 +162,7 @@ def compile_step(
 
 
 def outlined(program: Program) -> Program:
-    """A compiled program whose equal layers are one region, and whose ends of CUDA graphs are marked.
+    """Returns a compiled program whose equal layers are one region, and whose ends of CUDA graphs are marked.
 
     The values are the same, which the manager checks.
     """
@@ -176,7 +176,7 @@ def lower_program(
     *,
     uneven_rows: bool = False,
 ) -> Lowered:
-    """What a rank runs of a compiled program or step; parameters are in the program's types.
+    """Returns what a rank runs of a compiled program or step; parameters are in the program's types.
 
     Args:
         groups: process group of each axis of the program.
@@ -193,9 +193,9 @@ def check_arguments(model: Any, plan: Any, passes: Any) -> None:
         InputError: names the argument.
     """
     if not isinstance(model, nn.Module):
-        raise InputError(f"a {type(model).__name__} is no nn.Module", where="model", remedy="pass the model itself")
+        raise InputError(f"must be an nn.Module, got a {type(model).__name__}", where="model", remedy="pass the model")
     if not isinstance(plan, Plan):
-        raise InputError(f"a {type(plan).__name__} is no Plan", where="plan", remedy="pass fxpar.Plan(tp=…)")
+        raise InputError(f"must be a Plan, got a {type(plan).__name__}", where="plan", remedy="pass fxpar.Plan(tp=…)")
     if not isinstance(passes, (list, tuple)) or not passes:
         remedy = "pass a list such as [*fxpar.passes.DEFAULT_PASSES, your_pass]"
-        raise InputError(f"{shown(passes)} is no list of passes", where="passes", remedy=remedy)
+        raise InputError(f"must be a list of passes, got {shown(passes)}", where="passes", remedy=remedy)

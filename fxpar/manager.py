@@ -107,18 +107,20 @@ def register_pass(
         PassError: `preserves` is an unknown word, properties are not a set, or the function has no docstring.
     """
     if not isinstance(name, str) or not name:
-        raise PassError(f"{shown(name)} is no name", where="register_pass", remedy='write @register_pass("name")')
+        raise PassError(f"needs a name, got {shown(name)}", where="register_pass", remedy="pass one")
     for properties in (requires, provides, invalidates):
         # A text is an iterable of letters.
         if isinstance(properties, str) or not isinstance(properties, Iterable):
-            raise PassError(f"{shown(properties)} is no set of properties", where=name, remedy='write {"layouts"}')
+            raise PassError(
+                f"needs sets of properties, got {shown(properties)}", where=name, remedy='write {"layouts"}'
+            )
 
     def wrap(function: PassFunction) -> Pass:
         if preserves not in _PRESERVES:
             remedy = f"write one of {', '.join(_PRESERVES)}"
             raise PassError(f"preserves={preserves!r} is unknown", where=name, remedy=remedy)
         if not callable(function):
-            raise PassError(f"{shown(function)} is no function", where=name, remedy="decorate a function of programs")
+            raise PassError(f"must be a function, got {shown(function)}", where=name, remedy="decorate a function")
         if not function.__doc__:
             raise PassError("the function has no docstring", where=name, remedy="say what the pass does")
         return Pass(name, function, frozenset(requires), frozenset(provides), frozenset(invalidates), preserves, when)
@@ -188,11 +190,11 @@ class PassManager:
     def __post_init__(self) -> None:
         if not isinstance(self.passes, Sequence):
             remedy = "pass a list such as DEFAULT_PASSES"
-            raise PassError(f"{shown(self.passes)} is no list of passes", where="passes", remedy=remedy)
+            raise PassError(f"must be a list of passes, got {shown(self.passes)}", where="passes", remedy=remedy)
         for item in self.passes:
             if not isinstance(item, Pass):
                 raise PassError(
-                    "this is no registered pass", where=repr(item), remedy="decorate it with @fxpar.register_pass"
+                    "must be a registered pass", where=repr(item), remedy="decorate it with @fxpar.register_pass"
                 )
 
     def run(self, program: Program, *, until: str | None = None) -> Program:
@@ -206,7 +208,7 @@ class PassManager:
         if until is not None and until not in names:
             raise PassError("there is no such pass", where=until, remedy=f"choose from {', '.join(names)}")
         if not isinstance(program, Program):
-            raise PassError(f"{shown(program)} is no Program", where="program", remedy="pass what capture returns")
+            raise PassError(f"must be a Program, got {shown(program)}", where="program", remedy="pass a captured one")
         with without_collections():
             return self._run(program, until)
 

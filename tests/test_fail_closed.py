@@ -264,10 +264,15 @@ UNREDUCED = (
 )
 TABLE = [
     # plans
-    Bad("tp of zero", lambda: Plan(tp=0), "PlanError", "tp=0 is no positive integer"),
+    Bad("tp of zero", lambda: Plan(tp=0), "PlanError", "tp must be an integer from 1 to 4096, got 0"),
     Bad("axis of a later version", lambda: Plan(cp=2), "PlanError", "cp=2 is not supported yet"),
     Bad("unknown role", lambda: Plan(split={"up": "diagonal"}), "PlanError", "'diagonal' is unknown"),
-    Bad("several faults at once", lambda: Plan(tp=-1, seed=-1), "PlanError", "seed=-1 is no integer"),
+    Bad(
+        "several faults at once",
+        lambda: Plan(tp=-1, seed=-1),
+        "PlanError",
+        "seed must be an integer",
+    ),
     Bad("unknown precision", lambda: Plan(precision="fp12"), "PlanError", "precision='fp12' is unknown"),
     Bad("unknown option in a file", lambda: Plan.from_yaml("tpp: 2"), "PlanError", "unknown option tpp"),
     Bad("a file that is a list", lambda: Plan.from_yaml("- tp"), "PlanError", "holds no mapping"),
@@ -299,13 +304,18 @@ TABLE = [
     Bad("backward hook", lambda: check(hooked()), "CaptureError", "backward hooks"),
     Bad("data parallel", lambda: check(nn.DataParallel(Mlp())), "CaptureError", "communicates by itself"),
     Bad("counts in a split layer", lambda: check(Noisy(), SPLIT), "PassError", "draws random numbers"),
-    Bad("no module", lambda: fxpar.parallelize(torch.relu, Plan(), (X,)), "InputError", "is no nn.Module"),  # type: ignore[arg-type]
-    Bad("no plan", lambda: fxpar.parallelize(Mlp(), {"tp": 2}, (X,)), "InputError", "is no Plan"),  # type: ignore[arg-type]
-    Bad("class for a model", lambda: verify(Mlp, (X,), Plan()), "InputError", "a type is no nn.Module"),  # type: ignore[arg-type]
-    Bad("number for a plan", lambda: verify(Mlp(), (X,), 2), "InputError", "a int is no Plan"),  # type: ignore[arg-type]
-    Bad("no passes", lambda: verify(Mlp(), (X,), Plan(), passes=[]), "InputError", "[] is no list of passes"),
+    Bad("no module", lambda: fxpar.parallelize(torch.relu, Plan(), (X,)), "InputError", "must be an nn.Module"),  # type: ignore[arg-type]
+    Bad("no plan", lambda: fxpar.parallelize(Mlp(), {"tp": 2}, (X,)), "InputError", "must be a Plan"),  # type: ignore[arg-type]
+    Bad("class for a model", lambda: verify(Mlp, (X,), Plan()), "InputError", "must be an nn.Module, got a type"),  # type: ignore[arg-type]
+    Bad("number for a plan", lambda: verify(Mlp(), (X,), 2), "InputError", "must be a Plan, got a int"),  # type: ignore[arg-type]
+    Bad("no passes", lambda: verify(Mlp(), (X,), Plan(), passes=[]), "InputError", "must be a list of passes, got []"),
     Bad("unhandled operation", lambda: verify(Bags(), (IDS,), Plan()), "CheckFailed", "fxpar does not handle this"),
-    Bad("no loss", lambda: fxpar.parallelize(Mlp(), Plan(), (X,), loss=3), "InputError", "3 is no loss"),  # type: ignore[arg-type]
+    Bad(
+        "no loss",
+        lambda: fxpar.parallelize(Mlp(), Plan(), (X,), loss=3),
+        "InputError",
+        "must be a name or a callable",
+    ),  # type: ignore[arg-type]
     Bad(
         "no initialiser",
         lambda: fxpar.parallelize(Bare().to("meta"), Plan(), (X,)),

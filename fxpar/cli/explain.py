@@ -94,7 +94,7 @@ def explain(
 
 
 def _explain_cut(ui: Ui, start: Start, name: str) -> CommandResult | None:
-    """Why a cut lies where it does; None where the name is that of another node."""
+    """Returns why a cut lies where it does; None where the name is that of another node."""
     from fxpar.cli.files import run_passes
     from fxpar.cost.stage_cut_points import stage_shares
     from fxpar.ir.stages import crossings
@@ -145,7 +145,7 @@ def _goals(goals: Goals) -> str:
 
 
 def _named(program: Program, name: str) -> list[fx.Node]:
-    """The node of that name, the parameter, or the parameters and products of the module."""
+    """Returns the node of that name, the parameter, or the parameters and products of the module."""
     from fxpar.ir.program import note, output_types
 
     nodes = [node for node in program.graph.nodes if node.op != "output" and output_types(node)]

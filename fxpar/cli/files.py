@@ -72,7 +72,7 @@ def import_functions(folder: Path) -> None:
     except ValueError as error:
         raise InputError(f"cannot be read: {error}", where=str(path), remedy="dump the model again") from None
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise InputError("is no {module: file}", where=str(path), remedy="dump the model again")
+        raise InputError("must be {module: file}", where=str(path), remedy="dump the model again")
     for name, file in files.items():
         if name not in sys.modules and not _is_found(name):
             if not Path(file).is_file():
@@ -89,7 +89,7 @@ def _is_found(name: str) -> bool:
 
 
 def _import(name: str, file: Path) -> None:
-    """From the folder above its package; a file that was run under another name than its own by itself."""
+    """Imports from the folder above its package; a file that was run under another name by itself."""
     *packages, last = name.split(".")
     root = str(file.parents[len(packages)]) if len(packages) < len(file.parents) else ""
     sys.path.insert(0, root)
@@ -167,7 +167,7 @@ class Start:
     path: Path | None = None
 
     def values(self) -> Values:
-        """What checks by value need.
+        """Returns what checks by value need.
 
         Raises:
             InputError: the model has no memory, or no values stand next to the text.
@@ -196,7 +196,7 @@ def need_memory(loaded: LoadedModel) -> None:
 
 
 def is_text(spec: str) -> bool:
-    """Whether the word names an existing file that starts as a program's text does."""
+    """Returns whether the word names an existing file that starts as a program's text does."""
     try:
         with open(spec, encoding="utf-8") as stream:
             return stream.readline().startswith("fxpar ")  # of another version too, which is told when it is read
@@ -221,7 +221,7 @@ def open_start(ui: Ui, request: Request) -> Start:
 
 
 def compared(ui: Ui, start: Start) -> tuple[str, ...]:
-    """What was checked of a capture, as sentences, its values compared with the model's before; none of a text.
+    """Returns what was checked of a capture, as sentences, its values compared with the model's before; none of a text.
 
     Raises:
         CheckFailed: they differ.
@@ -246,7 +246,7 @@ def open_model(ui: Ui, request: Request) -> LoadedModel:
     """
     if is_file(Path(request.model)) and ":" not in request.model:
         raise InputError(
-            f"is no program's text: it does not start with '{VERSION}'",
+            f"must be a program's text, which starts with '{VERSION}'",
             where=request.model,
             remedy="name a file that 'fxpar run --dump' or 'fxpar trace --out' wrote, or file.py:function",
         )
@@ -261,7 +261,7 @@ def open_model(ui: Ui, request: Request) -> LoadedModel:
 
 
 def read_text(path: Path) -> Program:
-    """The program of a text file.
+    """Returns the program of a text file.
 
     Raises:
         InputError: the file cannot be read or is no program.
@@ -271,13 +271,13 @@ def read_text(path: Path) -> Program:
     except OSError as error:
         raise InputError(str(error.strerror), where=str(path), remedy="name a program's text file") from None
     except ValueError:  # or a name with a zero byte
-        raise InputError("is no text in UTF-8", where=str(path), remedy="name a program's text file") from None
+        raise InputError("must be text in UTF-8", where=str(path), remedy="name a program's text file") from None
     import_functions(path.parent)
     return parse_program(text, where=str(path))
 
 
 def load_values(folder: Path) -> Values:
-    """The values of a dump folder.
+    """Returns the values of a dump folder.
 
     Raises:
         InputError: there are none, or the file is damaged.
@@ -320,7 +320,7 @@ def save_values(folder: Path, values: Values) -> None:
 
 
 def dumped(folder: Path) -> list[tuple[int, str, Path]]:
-    """Number, pass and file of every text in a dump folder, in order.
+    """Returns number, pass and file of every text in a dump folder, in order.
 
     Raises:
         InputError: there is none.
@@ -336,13 +336,13 @@ def dumped(folder: Path) -> list[tuple[int, str, Path]]:
 
 
 def passes_done(passes: Sequence[Pass], properties: frozenset[str]) -> int:
-    """How many of the passes have already run on a program with these properties."""
+    """Returns how many of the passes have already run on a program with these properties."""
     behind = [i for i, item in enumerate(passes, 1) if item.provides and item.provides <= properties]
     return max(behind, default=0)
 
 
 def _given(program: Program) -> list[Input]:
-    """The inputs that a dump holds: neither the random state nor gradients of outputs."""
+    """Returns the inputs that a dump holds: neither the random state nor gradients of outputs."""
     return [entry for entry in program.inputs if entry.path != RNG_PATH and not output_of(entry.path)]
 
 
@@ -355,7 +355,7 @@ def run_passes(
     print_after: Sequence[str] = (),
     before: int = 0,
 ) -> tuple[Program, dict[str, str]]:
-    """The program after the passes it has not behind it yet, and the texts after the passes in `print_after`.
+    """Returns the program after the passes it has not behind it yet, and the texts after the passes in `print_after`.
 
     Args:
         before: number of the pass that made the program, where the folder holds what led to it.

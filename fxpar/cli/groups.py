@@ -44,7 +44,7 @@ class Panel:
 
     @property
     def title(self) -> str:
-        """Names, and how many groups of how many ranks."""
+        """Returns names, and how many groups of how many ranks."""
         return f"{' = '.join(self.names)}: {counted(self.groups)}"
 
 
@@ -57,13 +57,13 @@ class Row:
 
 
 def counted(groups: Groups) -> str:
-    """How many groups of how many ranks."""
+    """Returns how many groups of how many ranks."""
     size = len(groups[0])
     return f"{len(groups)} group{'s' if len(groups) > 1 else ''} of {size} rank{'s' if size > 1 else ''}"
 
 
 def panels(mesh: Mesh, names: Iterable[str]) -> list[Panel]:
-    """One for each set of groups of more than one rank."""
+    """Returns one for each set of groups of more than one rank."""
     by_groups: dict[Groups, list[str]] = {}
     for name in names:
         groups = mesh.groups(name)
@@ -107,7 +107,7 @@ def _label(axes: Axes, outside: list[str], ranks: range) -> str:
 
 
 def tag(number: int) -> str:
-    """a, b, …, z, aa, ab, …: a group's mark, where there are no colours or they repeat."""
+    """Returns a group's mark: a, b, …, z, aa, ab, …, where there are no colours or they repeat."""
     text = ""
     while number >= 0:
         number, letter = divmod(number, 26)
@@ -116,12 +116,12 @@ def tag(number: int) -> str:
 
 
 def colour(number: int) -> str:
-    """A group's colour."""
+    """Returns a group's colour."""
     return COLOURS[number % len(COLOURS)]
 
 
 def short(group: tuple[int, ...]) -> str:
-    """A group's ranks: `[0–3]` where they are neighbours, else `[0,4,8,12]`, with dots in the place of many."""
+    """Returns a group's ranks: `[0–3]` where they are neighbours, else `[0,4,8,12]`, with dots in the place of many."""
     if len(group) > 2 and group == tuple(range(group[0], group[-1] + 1)):
         return f"[{group[0]}–{group[-1]}]"
     if len(group) > _SHOWN_RANKS + 2:
@@ -137,7 +137,7 @@ _FONT = "font-family='ui-sans-serif, system-ui, Helvetica, Arial, sans-serif'"
 
 
 def svg(mesh: Mesh, names: Iterable[str], title: str) -> str:
-    """A picture: a panel for each set of groups that differs, each with its axes and its legend.
+    """Returns a picture: a panel for each set of groups that differs, each with its axes and its legend.
 
     Large worlds are cut after 24 rows, and the picture says so.
     """
@@ -176,7 +176,7 @@ def svg(mesh: Mesh, names: Iterable[str], title: str) -> str:
 
 
 def _svg_panel(panel: Panel, shown: list[Row], inside: list[str], left: int) -> Iterator[str]:
-    """Title, the axis along the rows, the cells, the legend."""
+    """Yields title, the axis along the rows, the cells, the legend."""
     yield f"<text y='0' font-size='14' font-weight='600'>{escape(panel.title)}</text>"
     if inside:
         yield f"<text x='{left}' y='{_LINE + 3}' fill='#666'>{escape(', '.join(inside))} →</text>"
@@ -204,7 +204,7 @@ def _cell(x: int, y: int, rank: int, number: int | None) -> Iterator[str]:
 
 
 def _legend(panel: Panel) -> list[tuple[int | None, str]]:
-    """The first groups with their ranks."""
+    """Returns the first groups with their ranks."""
     entries: list[tuple[int | None, str]] = [
         (number, f"{tag(number)} {short(group)}") for number, group in enumerate(panel.groups[:_LEGEND])
     ]
@@ -283,7 +283,7 @@ def _show_part(stdout: Console, mesh: Mesh, part: str, named_groups: dict[str, A
 
 
 def _some(all_groups: Groups) -> Text:
-    """Groups with their colours, and how many there is no place for."""
+    """Returns groups with their colours, and how many there is no place for."""
     text = Text()
     for number, ranks in enumerate(all_groups):
         if len(text) > _CHARACTERS:

@@ -67,7 +67,7 @@ REFUSALS = (
 
 
 def _base() -> Any:
-    """The class of all configurations; transformers is an extra."""
+    """Returns the class of all configurations; transformers is an extra."""
     from transformers import PreTrainedConfig
 
     return PreTrainedConfig
@@ -89,7 +89,7 @@ class _Fields:
 
 
 def small_config(cls: Any, pairs: list[str], length: int, where: str) -> Any:
-    """A configuration with the fields that the user gave, and small sizes for the rest.
+    """Returns a configuration with the fields that the user gave, and small sizes for the rest.
 
     Args:
         cls: a class of configurations of transformers.
@@ -137,7 +137,7 @@ def _built(cls: Any, fixed: Mapping[str, Any], length: int) -> Any:
 
 
 def _parts(cls: Any, length: int) -> dict[str, Any]:
-    """Small configurations of the parts of a composite model, of the classes that it has by default."""
+    """Returns small configurations of the parts of a composite model, of the classes that it has by default."""
     names = getattr(cls, "sub_configs", {})
     try:
         whole = cls() if names else None
@@ -163,20 +163,20 @@ def _check_size(name: str, value: Any, where: str) -> None:
 
 
 def _strict_errors() -> tuple[type[Exception], ...]:
-    """What a configuration raises for values of another type; the package comes with transformers."""
+    """Returns what a configuration raises for values of another type; the package comes with transformers."""
     from huggingface_hub.errors import StrictDataclassError
 
     return (*REFUSALS, StrictDataclassError)
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """Returns what an error says, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines)[:300].rstrip(".") or type(error).__name__
 
 
 def _is_pair(value: Any) -> bool:
-    """Whether a size is written as height and width."""
+    """Returns whether a size is written as height and width."""
     return isinstance(value, (list, tuple)) and len(value) == 2 and all(type(side) is int for side in value)
 
 
@@ -218,7 +218,7 @@ def _defaults(fields: _Fields, length: int, others: Mapping[str, Any]) -> dict[s
 
 
 def _derived(fields: _Fields, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What follows from other sizes: special tokens, a head's width and the part of it that turns."""
+    """Returns what follows from other sizes: special tokens, a head's width and the part of it that turns."""
 
     defaults = fields.defaults
 
@@ -275,7 +275,7 @@ Batch = dict[str, Tensor]
 
 
 def make_example(model: nn.Module, config: Any, samples: int, length: int, has_loss: bool, where: str) -> Batch:
-    """A batch that the model runs on; where none does, the first one of its kind, so that the model says what it wants.
+    """Returns a batch that the model runs on, or else the first one, so that the model says what it wants.
 
     Args:
         samples: at least 2.
@@ -306,7 +306,7 @@ def _runs(model: nn.Module, example: Batch) -> bool:
 
 
 def _examples(model: nn.Module, config: Any, samples: int, length: int, has_loss: bool, where: str) -> Iterator[Batch]:
-    """From the simplest on: text alone, with labels of another kind, with pixels; sound by its wave or its bands."""
+    """Yields examples from the simplest on: text, other labels, with pixels; sound by its wave or its bands."""
     takes, main = inspect.signature(model.forward).parameters, getattr(model, "main_input_name", "input_ids")
     words = _vocabulary(config)
     _check_elements(samples * max(length, _WAVE if main == "input_values" else 1), where)

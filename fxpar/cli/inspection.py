@@ -106,7 +106,7 @@ def _difference(before: Program, after: Program) -> dict[str, Any]:
 
 
 def _lines(program: Program) -> dict[str, str]:
-    """The line of each node by its name, of those in a region behind the region's."""
+    """Returns the line of each node by its name, of those in a region behind the region's."""
     from fxpar.ir.regions import regions
     from fxpar.text.printing import node_text, region_text
 
@@ -179,7 +179,7 @@ def comm(
 
 
 def _by_phase(travels: Sequence[Travel]) -> dict[str, dict[str, Any]]:
-    """Number, bytes, seconds and those of them that stay exposed, by phase and of all."""
+    """Returns number, bytes, seconds and those of them that stay exposed, by phase and of all."""
     groups: dict[str, list[Travel]] = {}
     for travel in travels:
         groups.setdefault(travel.collective.phase, []).append(travel)
@@ -195,7 +195,7 @@ def _by_phase(travels: Sequence[Travel]) -> dict[str, dict[str, Any]]:
 
 
 def sizes_of(program: Program, options: Sequence[str]) -> dict[str, int]:
-    """Sizes by symbol of the options `--size SYMBOL=N`.
+    """Returns sizes by symbol of the options `--size SYMBOL=N`.
 
     Raises:
         InputError: an unknown symbol, one twice, no positive integer, or sizes that no tensor has.
@@ -208,7 +208,7 @@ def sizes_of(program: Program, options: Sequence[str]) -> dict[str, int]:
         name, _, number = text.partition("=")
         if name not in known:
             raise InputError(
-                "is no symbol of the program",
+                "must be a symbol of the program",
                 where=f"--size {text}",
                 remedy=f"choose from {', '.join(known) or 'none'}",
             )
@@ -219,7 +219,7 @@ def sizes_of(program: Program, options: Sequence[str]) -> dict[str, int]:
         except typer.BadParameter:
             sizes[name] = 0
         if sizes[name] < 1:
-            raise InputError("is no positive integer", where=f"--size {text}", remedy=f"write, for example, {name}=8")
+            raise InputError("must be a positive integer", where=f"--size {text}", remedy=f"write, say, {name}=8")
     check_countable(program, sizes)
     return sizes
 
@@ -379,7 +379,7 @@ def _figures(
     checked: bool = False,
     of_stage: int | None = None,
 ) -> Report:
-    """The report of a model or text after all passes; nothing of it is run.
+    """Returns the report of a model or text after all passes; nothing of it is run.
 
     Args:
         checked: whether the captured model is compared with the author's before.

@@ -67,7 +67,7 @@ class LoadedModel:
 
     @property
     def has_memory(self) -> bool:
-        """Whether the model holds values: large ones are built on the meta device."""
+        """Returns whether the model holds values: large ones are built on the meta device."""
         return not any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers()))
 
 
@@ -76,7 +76,7 @@ SAMPLES = 3
 
 
 def is_built(spec: str) -> bool:
-    """Whether the model and its example are made here, and not by a function of the user's."""
+    """Returns whether the model and its example are made here, and not by a function of the user's."""
     return spec.startswith("hf:")
 
 
@@ -106,7 +106,7 @@ def load_model(spec: str, batch: int | None, seq: int | None, seed: int, train: 
         )
     function = load_attribute(spec)
     if not callable(function):
-        raise InputError(f"is a {type(function).__name__} and no function", where=spec, remedy="name a function")
+        raise InputError(f"must be a function, got a {type(function).__name__}", where=spec, remedy="name a function")
     with torch.random.fork_rng(devices=[]), user_code(spec):
         torch.manual_seed(seed)
         result = function()
@@ -119,13 +119,15 @@ def load_model(spec: str, batch: int | None, seq: int | None, seed: int, train: 
     loss = result[2] if len(result) == 3 else None
     if loss is not None and not isinstance(loss, str) and not callable(loss):
         raise InputError(
-            f"the loss is a {type(loss).__name__}", where=spec, remedy="return a callable (outputs, batch) or a name"
+            f"the loss must be a callable or a name, got a {type(loss).__name__}",
+            where=spec,
+            remedy="return a callable (outputs, batch)",
         )
     return LoadedModel(result[0].train(train), result[1], loss, spec)
 
 
 def load_attribute(spec: str) -> Any:
-    """What `module:name` or `file.py:name` names.
+    """Returns what `module:name` or `file.py:name` names.
 
     Raises:
         InputError: the module or file cannot be imported, or has no such name.
@@ -152,7 +154,7 @@ def _load_file(path: Path) -> ModuleType:
     name = path.stem if path.stem not in sys.modules and importlib.util.find_spec(path.stem) is None else hashed_name
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
-        raise InputError("is no Python file", where=str(path), remedy="name a file that ends in .py")
+        raise InputError("must be a Python file", where=str(path), remedy="name a file that ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # autograd functions are found again by their module's name
     folder = str(path.resolve().parent)
@@ -182,7 +184,7 @@ def user_code(where: str) -> Iterator[None]:
 
 
 def _fault(error: BaseException) -> str:
-    """The error with the deepest line that is neither a library's nor fxpar's."""
+    """Returns the error with the deepest line that is neither a library's nor fxpar's."""
     here = str(Path(__file__).resolve().parents[1])
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(("<", here))]
     user_frames = [f for f in frames if not {"site-packages", "importlib"} & set(Path(f.filename).parts)]
@@ -192,7 +194,7 @@ def _fault(error: BaseException) -> str:
 
 
 def load_passes(spec: str | None) -> tuple[Pass, ...]:
-    """The default passes, or those of `module:ATTR` with the faults of their code turned into `PassError`.
+    """Returns the default passes, or those of `module:ATTR` with the faults of their code turned into `PassError`.
 
     Raises:
         InputError: there is no such list.
@@ -202,10 +204,12 @@ def load_passes(spec: str | None) -> tuple[Pass, ...]:
         return DEFAULT_PASSES
     passes = load_attribute(spec)
     if not isinstance(passes, (list, tuple)) or not passes:
-        raise InputError("is no list of passes", where=spec, remedy="name a list of functions under @register_pass")
+        raise InputError("must be a list of passes", where=spec, remedy="name a list of functions under @register_pass")
     for item in passes:
         if not isinstance(item, Pass):
-            raise PassError(f"{item!r} is no pass", where=spec, remedy="decorate it with @fxpar.register_pass")
+            raise PassError(
+                f"must have passes alone, got {item!r}", where=spec, remedy="decorate it with @fxpar.register_pass"
+            )
     return tuple(p if p in DEFAULT_PASSES else dataclasses.replace(p, run=_guarded(p)) for p in passes)
 
 
@@ -236,7 +240,7 @@ class Built:
 
 
 def build(spec: str, batch: int | None, seq: int | None, seed: int) -> Built:
-    """The model and example for `TYPE[,key=value…]`.
+    """Returns the model and example for `TYPE[,key=value…]`.
 
     Args:
         spec: without the leading `hf:`.
@@ -280,7 +284,7 @@ def build(spec: str, batch: int | None, seq: int | None, seed: int) -> Built:
 
 
 def distance(outputs: Any, batch: Any) -> Tensor:
-    """The loss of models that have none: the mean square distance of the first output from a wave over its features.
+    """Returns a loss for models without one: the mean square distance of the first output from a wave.
 
     The mean square of the output alone is constant behind a norm: it would have no gradient to look at.
     """
@@ -289,7 +293,7 @@ def distance(outputs: Any, batch: Any) -> Tensor:
 
 
 def _split(spec: str) -> list[str]:
-    """The parts between commas that stand in no bracket."""
+    """Returns the parts between commas that stand in no bracket."""
     parts, depth = [""], 0
     for sign in spec:
         depth += (sign in "[{(") - (sign in ")}]")
@@ -301,7 +305,7 @@ def _split(spec: str) -> list[str]:
 
 
 def _model(transformers: Any, config: Any, where: str) -> tuple[nn.Module, bool]:
-    """The model in the class that trains it, and whether it returns a loss."""
+    """Returns the model in the class that trains it, and whether it returns a loss."""
     try:
         cls, has_loss = _class_of(transformers, config)
         if cls is None:

@@ -44,7 +44,7 @@ class CommandResult:
 
 
 def console(stream: TextIO) -> Console:
-    """A console that prints text as it is."""
+    """Returns a console that prints text as it is."""
     return Console(file=stream, markup=False, emoji=False, highlight=False)
 
 
@@ -65,17 +65,17 @@ class Ui:
             yield lambda text: status.update(Text(f"{what}: {text}"))
 
     def warn(self, text: str) -> None:
-        """A warning that leaves the exit status alone."""
+        """Prints a warning that leaves the exit status alone."""
         _say(Text(f"warning: {text}", style="yellow"))
 
 
 def status_of(error: FxparError) -> int:
-    """1 where a check rejected the program, 2 where the input is at fault."""
+    """Returns 1 where a check rejected the program, 2 where the input is at fault."""
     return FAILED if isinstance(error, (CheckFailed, LayoutError)) else BAD_INPUT
 
 
 def error_document(error: FxparError) -> dict[str, Any]:
-    """The error for machines."""
+    """Returns the error for machines."""
     kind = type(error).__name__
     document: dict[str, Any] = {"kind": kind, "where": error.where, "reason": error.reason, "remedy": error.remedy}
     if notes := getattr(error, "__notes__", []):
@@ -89,22 +89,22 @@ def _say(text: Text) -> None:
 
 
 def print_error(text: str) -> None:
-    """One red paragraph on stderr, on one line where no terminal wraps it."""
+    """Prints one red paragraph on stderr, on one line where no terminal wraps it."""
     _say(Text(f"error: {text}", style="red"))
 
 
 def error_text(error: FxparError) -> str:
-    """Where, reason, remedy and how it was found."""
+    """Returns where, reason, remedy and how it was found."""
     return "; ".join([str(error), *getattr(error, "__notes__", [])])
 
 
 def print_json(document: Any, stream: TextIO) -> None:
-    """One JSON document; numbers that JSON lacks (infinite, undefined) become null."""
+    """Prints one JSON document; numbers that JSON lacks (infinite, undefined) become null."""
     stream.write(json.dumps(_plain(document), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a file; what cannot be a name names none."""
+    """Returns whether there is such a file; what cannot be a name names none."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -112,7 +112,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there is such a folder."""
+    """Returns whether there is such a folder."""
     try:
         return path.is_dir()
     except (OSError, ValueError):
@@ -144,16 +144,16 @@ def _plain(value: Any) -> Any:
 
 
 def print_table(out: Console, title: str, rows: Table) -> None:
-    """A table under its title, which may be wider."""
+    """Prints a table under its title, which may be wider."""
     out.print(Text(title, style="bold"), soft_wrap=True)
     out.print(rows)
 
 
 def print_text(out: Console, text: str) -> None:
-    """A program's text, one line a node however long."""
+    """Prints a program's text, one line a node however long."""
     out.file.write(text)
 
 
 def time_text(seconds: float) -> str:
-    """`10.1 µs` or `2.50 ms`."""
+    """Returns `10.1 µs` or `2.50 ms`."""
     return f"{1e6 * seconds:.1f} µs" if seconds < 1e-3 else f"{1e3 * seconds:.2f} ms"

@@ -218,7 +218,7 @@ def yaml_value(text: str, where: str) -> Any:
 
 
 def _with_numbers(value: Any) -> Any:
-    """YAML reads 1e-5 as text."""
+    """Returns the value with numbers such as 1e-5, which YAML reads as text."""
     if isinstance(value, dict):
         return {key: _with_numbers(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -334,7 +334,7 @@ MODE_FLAG = "--train/--eval"
 
 
 def number_option(text: str) -> Any:
-    """An option that takes a whole number."""
+    """Returns an option that takes a whole number."""
     return typer.Option(metavar="N", parser=whole_number, help=text)
 
 

@@ -31,7 +31,7 @@ OfStage = Annotated[int | None, number_option("look at this stage of a pipeline 
 
 
 def is_pipeline(program: Program) -> bool:
-    """Whether the program is, or will be, cut into stages: it is neither a step nor one of them."""
+    """Returns whether the program is, or will be, cut into stages: it is neither a step nor one of them."""
     from fxpar.ir.stages import is_one_stage
 
     return program.plan.pipeline_stages > 1 and Property.STEP not in program.properties and not is_one_stage(program)
@@ -65,7 +65,7 @@ def check_stage(start: Start, of_stage: int | None, *, needed: bool = False) -> 
 
 
 def step_passes_of(stage: Stage) -> list[Pass]:
-    """The passes that make the step of a stage."""
+    """Returns the passes that make the step of a stage."""
     from fxpar.passes import step_passes
 
     program = stage.program
@@ -73,7 +73,7 @@ def step_passes_of(stage: Stage) -> list[Pass]:
 
 
 def steps(ui: Ui, start: Start, of_stage: int | None) -> list[tuple[int | None, Program]]:
-    """The training step, or that of each stage of a pipeline behind its number; calls of regions are written out.
+    """Returns the training step, or each stage's of a pipeline after its number; without calls of regions.
 
     Args:
         of_stage: the only one that is wanted.
@@ -107,7 +107,7 @@ def run_stage(
     folder: Path | None,
     wanted: Sequence[str],
 ) -> tuple[Program, dict[str, str]]:
-    """The program of a stage, or its step, and the texts after the passes in `wanted`.
+    """Returns the program of a stage, or its step, and the texts after the passes in `wanted`.
 
     Args:
         passes: of the whole.
@@ -160,7 +160,7 @@ def trace(
 
 
 def _summary(program: Program, how: str) -> dict[str, Any]:
-    """What was captured: counts, names, and operators that no rule can split."""
+    """Returns what was captured: counts, names, and operators that no rule can split."""
     from collections import Counter
 
     from fxpar.cost.reasons import without_rule
@@ -317,7 +317,7 @@ def _show_passes(
 
 
 def whole(program: Program) -> dict[str, Any]:
-    """What is left whole: matrices with the reason, and operators without a rule. Empty before there are layouts.
+    """Returns what is left whole: matrices with the reason, operators without a rule; nothing before layouts.
 
     `uncounted` are operators that may multiply matrices and are no part of the share of FLOPs that is split.
     """
@@ -336,7 +336,7 @@ def whole(program: Program) -> dict[str, Any]:
 
 
 def whole_lines(document: dict[str, Any]) -> list[str]:
-    """The same in words: parameters by reason, the first few of each."""
+    """Returns the same in words: parameters by reason, the first few of each."""
     reasons: dict[str, list[str]] = {}
     for name, reason in document["unsplit"].items():
         reasons.setdefault(reason, []).append(name)
@@ -355,7 +355,7 @@ def _few(names: list[str], most: int = 4) -> str:
 
 
 def warn_unsplit(ui: Ui, program: Program) -> float | None:
-    """Share of the matrix FLOPs that is split, None before there are layouts or axes; warns where it is zero."""
+    """Returns the share of matrix FLOPs that is split, None before layouts or without axes; warns of zero."""
     from fxpar.cost.flops import split_flops
     from fxpar.ir.regions import inlined
 

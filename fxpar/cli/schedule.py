@@ -37,7 +37,7 @@ _LANES, _BLOCKS = 16, 6
 
 
 def colour(proof: VerifiedSchedule, action: Action) -> str:
-    """An action's colour: its phase, darker for later chunks."""
+    """Returns an action's colour: its phase, darker for later chunks."""
     first, last = _COLOURS[action.phase]
     chunk, most = action.stage // proof.schedule.pp, max(proof.schedule.virtual_stages - 1, 1)
     parts = [(int(c[i : i + 2], 16)) for i in (1, 3, 5) for c in (first, last)]
@@ -46,7 +46,7 @@ def colour(proof: VerifiedSchedule, action: Action) -> str:
 
 
 def phases(schedule: Schedule) -> list[Phase]:
-    """Those that it has."""
+    """Returns the phases that it has."""
     return [phase for phase in Phase if any(a.phase is phase for actions in schedule.ranks for a in actions)]
 
 
@@ -56,7 +56,7 @@ def _unit(proof: VerifiedSchedule) -> int:
 
 
 def _units(time: int, unit: int) -> int:
-    """A time in units, rounded."""
+    """Returns a time in units, rounded."""
     return (2 * time + unit) // (2 * unit)
 
 
@@ -64,7 +64,7 @@ def _units(time: int, unit: int) -> int:
 
 
 def grid(proof: VerifiedSchedule, width: int) -> list[Text]:
-    """Runs of time, in each a line for every rank, of at most `width` characters if that is room for one cell."""
+    """Returns runs of time, in each a line for every rank, of at most `width` characters or of one cell."""
     unit, label, cell, columns = _layout(proof, width)
     length = min(_units(proof.timeline.end, unit), _BLOCKS * columns)
     rows = [_row(proof, rank, unit, cell, length) for rank in range(min(proof.schedule.pp, _LANES))]
@@ -83,7 +83,7 @@ def grid(proof: VerifiedSchedule, width: int) -> list[Text]:
 
 
 def left_out(proof: VerifiedSchedule, width: int) -> list[str]:
-    """What `grid` does not show of a large schedule."""
+    """Returns what `grid` does not show of a large schedule."""
     unit, _, _, columns = _layout(proof, width)
     shown, ranks = _BLOCKS * columns * unit, proof.schedule.pp
     notes = [f"ranks {_LANES}-{ranks - 1}"] if ranks > _LANES else []
@@ -91,7 +91,7 @@ def left_out(proof: VerifiedSchedule, width: int) -> list[str]:
 
 
 def _layout(proof: VerifiedSchedule, width: int) -> tuple[int, int, int, int]:
-    """The unit of time, the width of labels and of cells, and how many of these stand on a line."""
+    """Returns the unit of time, the width of labels and of cells, and how many of these stand on a line."""
     label = len(f"rank {min(proof.schedule.pp, _LANES) - 1}") + 1
     cell = max(len(str(actions[-1])) for actions in proof.schedule.ranks) + 1
     cell = max(cell, len(f"{proof.schedule.stages - 1}F{proof.schedule.microbatches - 1}") + 1)
@@ -99,7 +99,7 @@ def _layout(proof: VerifiedSchedule, width: int) -> tuple[int, int, int, int]:
 
 
 def _row(proof: VerifiedSchedule, rank: int, unit: int, cell: int, length: int) -> list[tuple[str, str, bool]]:
-    """For each unit of time its text, its style, and whether the next one belongs to the same action."""
+    """Returns of each unit of time its text, its style, and whether the next one is of the same action."""
     cells: list[tuple[str, str, bool]] = []
     idle, timeline = (".".ljust(cell), "dim", False), proof.timeline
     times = zip(timeline.starts[rank], timeline.ends[rank], strict=True)
@@ -122,7 +122,7 @@ _FONT = "font-family='ui-sans-serif, system-ui, Helvetica, Arial, sans-serif'"
 
 
 def svg(proof: VerifiedSchedule, title: str) -> str:
-    """A picture: a row for each rank, in it a box for each action with its microbatch, coloured by phase and chunk.
+    """Returns a picture: for each rank a row of actions with their microbatches, coloured by phase and chunk.
 
     Large schedules are cut, and the picture says so.
     """
@@ -181,7 +181,7 @@ def _boxes(proof: VerifiedSchedule, ranks: int, end: int, scale: float) -> Itera
 
 
 def _axis(end: int, scale: float, y: int) -> Iterator[str]:
-    """Marks at round times, at least 60 points apart."""
+    """Yields marks at round times, at least 60 points apart."""
     rough = max(60 / scale, 1)
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
@@ -192,7 +192,7 @@ def _axis(end: int, scale: float, y: int) -> Iterator[str]:
 
 
 def _legend(proof: VerifiedSchedule, all_phases: list[Phase]) -> Iterator[str]:
-    """A line for each phase, with a box for each of the first chunks."""
+    """Yields a line for each phase, with a box for each of the first chunks."""
     schedule = proof.schedule
     chunks = range(min(schedule.virtual_stages, 16))
     for line, phase in enumerate(all_phases):
@@ -280,7 +280,7 @@ def _title(schedule: Schedule) -> str:
 
 
 def _report_one(proof: VerifiedSchedule, rank: int, picture: str | None, ui: Ui) -> CommandResult:
-    """The order of one rank; people read it as words, which can say every order."""
+    """Reports the order of one rank; people read it as words, which can say every order."""
     schedule = proof.schedule
     document = {
         "order": order_array(schedule, rank) if ui.json else None,
@@ -338,7 +338,7 @@ def _report_all(proof: VerifiedSchedule, picture: str | None) -> CommandResult:
 
 
 def _rank(proof: VerifiedSchedule, rank: int) -> dict[str, Any]:
-    """All that is known of a rank; its order as an array only where an array can say it."""
+    """Returns all that is known of a rank; its order as an array only where an array can say it."""
     schedule = proof.schedule
     try:
         order = order_array(schedule, rank)

@@ -212,7 +212,7 @@ def _untested(names: Sequence[str]) -> str:
 
 
 def _bisect_folder(ui: Ui, request: Request, folder: Path, passes: Sequence[Pass]) -> tuple[str | None, str]:
-    """The first text that a static check rejects or that, once completed, computes something else."""
+    """Returns the first text that a static check rejects or that, once completed, computes something else."""
     from fxpar.cli.files import VALUES, dumped, read_text, refuse_flags
     from fxpar.verify.static import verify_static
 
@@ -243,7 +243,7 @@ def _bisect_folder(ui: Ui, request: Request, folder: Path, passes: Sequence[Pass
 
 
 def _judge(folder: Path, free: Sequence[str]) -> Callable[[str, Path, Program], str | None]:
-    """A function that says how a text's values deviate: "" for not at all, None where they were not compared.
+    """Returns a function that says how a text's values deviate: "" for not at all, None where they were not compared.
 
     Args:
         free: passes that declare to preserve nothing; texts from them on are compared with nothing.

@@ -90,9 +90,9 @@ def make_report(
     program = inlined(program)
     if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
-        raise InputError("is no optimizer of the report", where=f"optimizer {optimizer}", remedy=f"choose from {known}")
+        raise InputError("is unknown", where=f"optimizer {optimizer}", remedy=f"choose from {known}")
     if sizes is not None and not isinstance(sizes, Mapping):
-        raise InputError(f"{shown(sizes)} is no mapping", where="sizes", remedy='write {"b": 8}')
+        raise InputError(f"must be a mapping, got {shown(sizes)}", where="sizes", remedy='write {"b": 8}')
     all_sizes = input_sizes(program, sizes or {})
     options: dict[str, Any] = {"name": name, "device": device, "sizes": all_sizes, "optimizer": optimizer}
     share = split_flops(program, sizes=all_sizes)
@@ -122,7 +122,7 @@ def _figures(
     optimizer: str,
     reach: Reach | None,
 ) -> Report:
-    """The report of a program and its step, without remarks."""
+    """Returns the report of a program and its step, without remarks."""
     all_sizes, kind = dict(sizes), OPTIMIZERS[optimizer]
     local = {s.name: all_sizes[s.name] // s.multiple for s in program.symbols}
     step = measure(trained, lowered, local, device)
@@ -164,7 +164,7 @@ def _passes(program: Program) -> tuple[PassLine, ...]:
 
 
 def input_sizes(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of the inputs by symbol: those given, else the example's.
+    """Returns sizes of the inputs by symbol: those given, else the example's.
 
     Raises:
         InputError: an unknown symbol, no positive integer, sizes that no tensor has, or one that the ranks cannot share
@@ -174,9 +174,9 @@ def input_sizes(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
     for name, size in sizes.items():
         if name not in examples:
             known = ", ".join(examples) or "none"
-            raise InputError("is no symbol of the program", where=f"size {name}", remedy=f"choose from {known}")
+            raise InputError("must be a symbol of the program", where=f"size {name}", remedy=f"choose from {known}")
         if type(size) is not int or size < 1:
-            raise InputError(f"{shown(size)} is no positive integer", where=f"size {name}", remedy="give a number")
+            raise InputError(f"must be a positive integer, got {shown(size)}", where=f"size {name}", remedy="give one")
     check_countable(program, sizes)
     for s in program.symbols:
         if sizes.get(s.name, 0) % s.multiple:
@@ -196,7 +196,7 @@ def check_countable(program: Program, sizes: Mapping[str, int]) -> None:
     """
     for name, size in sizes.items():
         if size > _MOST_BYTES:
-            raise InputError(f"{shown(size)} is no tensor's size", where=f"size {name}", remedy="give a smaller one")
+            raise InputError(f"must be a tensor's size, got {shown(size)}", where=f"size {name}", remedy="give less")
     values = symbol_sizes(program, sizes)
     for node in program.graph.nodes:
         for kind in output_types(node) if node.op != "output" else ():
@@ -245,7 +245,7 @@ def _traffic(listed: Iterable[Collective], program: Program, why_not: Mapping[st
 
 
 def part_of(module: str) -> str:
-    """The part of the model that a module belongs to: its layer, or itself outside of the layers."""
+    """Returns the part of the model that a module belongs to: its layer, or itself outside of the layers."""
     return layer_of(module) or module
 
 
@@ -275,7 +275,7 @@ def _weights(program: Program) -> list[Parameter]:
 
 
 def places(program: Program) -> list[dict[str, int]]:
-    """Every rank's index on the axes that split the program."""
+    """Returns every rank's index on the axes that split the program."""
     return [coordinates(program.axes, rank) for rank in range(prod(program.axes.values()))]
 
 
@@ -301,7 +301,7 @@ def _ranks(program: Program, step: Measured, kind: OptimizerKind, inputs: int) -
 def _modules(
     program: Program, step: Measured, activations: Activations, kind: OptimizerKind
 ) -> tuple[ModuleMemory, ...]:
-    """By part, in the order in which the model runs."""
+    """Returns the memory by part, in the order in which the model runs."""
     parts: dict[str, list[Parameter]] = {}
     for node in program.graph.nodes:
         parameter = program.parameter(node) if node.op == "placeholder" else None
@@ -345,7 +345,7 @@ def _model_size(program: Program, share: float) -> ModelSize:
 
 
 def stage_lines(program: Program, reports: Sequence[Report], sizes: Mapping[str, int]) -> tuple[StageLine, ...]:
-    """A line for each stage.
+    """Returns a line for each stage.
 
     Args:
         reports: the figures of each.
@@ -376,12 +376,12 @@ def stage_lines(program: Program, reports: Sequence[Report], sizes: Mapping[str,
 
 
 def most_elements(lines: Sequence[StageLine], plan: Plan) -> int:
-    """Elements of the parameters of the rank that has most."""
+    """Returns elements of the parameters of the rank that has most."""
     return max(sum(line.elements for line in lines if line.rank == rank) for rank in range(plan.pp))
 
 
 def joined(reports: Sequence[Report], lines: Sequence[StageLine], plan: Plan) -> Report:
-    """The figures of all stages and ranks.
+    """Returns the figures of all stages and ranks.
 
     Args:
         reports: the figures of each stage.
@@ -411,7 +411,7 @@ def joined(reports: Sequence[Report], lines: Sequence[StageLine], plan: Plan) ->
 def _rank(
     number: int, place: int, stages: Sequence[int], top: int, reports: Sequence[Report], lines: Sequence[StageLine]
 ) -> RankMemory:
-    """What a rank of the pipeline holds: all its stages, of each the microbatches in flight."""
+    """Returns what a rank of the pipeline holds: all its stages, of each the microbatches in flight."""
     parts = [reports[stage].ranks[place] for stage in stages]
     summed = [name for name in RANK_PARTS if name not in ("activations", "peak")]
     sums = {name: sum(getattr(part, name) for part in parts) for name in summed}
@@ -432,12 +432,12 @@ def _joined_traffic(reports: Sequence[Report]) -> tuple[Traffic, ...]:
 
 
 def _sum(formulas: Sequence[str]) -> str:
-    """In closed form, where each has one."""
+    """Returns the sum in closed form, where each has one."""
     return str(simplify(sum(parse_size(text) for text in formulas))) if formulas and all(formulas) else ""
 
 
 def _joined_modules(reports: Sequence[Report]) -> tuple[ModuleMemory, ...]:
-    """Of all stages; what several have a part of says which."""
+    """Returns the parts of all stages; what several have a part of says which."""
     counts = Counter(module.module for report in reports for module in report.modules)
     return tuple(
         replace(module, module=f"{module.module or 'the model'} on stage {stage}")

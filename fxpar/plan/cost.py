@@ -63,26 +63,26 @@ class Cost(OptionGroup):
             wrong = list(_wrong_number(f"cost.{entry.name}", value))
             yield from wrong
             if not wrong and entry.name == "multiprocessors" and not isinstance(value, int):
-                yield f"cost.multiprocessors={shown(value)} is no integer: give their number"
+                yield f"cost.multiprocessors must be an integer, got {shown(value)}"
             if not wrong and entry.name == "hidden" and value > 1:
-                yield f"cost.hidden={shown(value)} is no part: give a number from 0 to 1"
+                yield f"cost.hidden must be a part from 0 to 1, got {shown(value)}"
         yield from self._wrong_axes()
 
     def _wrong_axes(self) -> Iterator[str]:
         if not isinstance(self.axes, Mapping):
-            yield f"cost.axes={shown(self.axes)} is no mapping: write {{'dp': {{'bandwidth': …}}}}"
+            yield f"cost.axes must be a mapping, as {{'dp': {{'bandwidth': …}}}}, got {shown(self.axes)}"
             return
         for axis, link in self.axes.items():
             if axis not in PURPOSES:
                 yield f"cost.axes has the unknown axis {shown(axis)}: choose from {', '.join(PURPOSES)}"
             elif not isinstance(link, Mapping) or not link or not set(link) <= set(_OF_AXES):
-                yield f"cost.axes[{axis!r}]={shown(link)} is no mapping of {' and '.join(_OF_AXES)}: give one or both"
+                yield f"cost.axes[{axis!r}] must be a mapping of {' and '.join(_OF_AXES)}, or one, got {shown(link)}"
             else:
                 for name, value in link.items():
                     yield from _wrong_number(f"cost.axes[{axis!r}].{name}", value)
 
     def on(self, axes: Iterable[str]) -> Cost:
-        """The constants for what some axes communicate: joined ones have the slowest of their links."""
+        """Returns the constants for what some axes communicate: joined ones have the slowest of their links."""
         if not self.axes:
             return self
         links = [self.axes.get(axis) or self.axes.get(axis.partition("_")[0], {}) for axis in axes]  # dp_in is of dp
@@ -96,4 +96,4 @@ class Cost(OptionGroup):
 
 def _wrong_number(name: str, value: Any) -> Iterator[str]:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e100:
-        yield f"{name}={shown(value)} is no positive number: give it in SI units"
+        yield f"{name} must be a positive number in SI units, got {shown(value)}"

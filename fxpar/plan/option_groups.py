@@ -7,7 +7,7 @@ Needs no torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
@@ -90,17 +90,15 @@ class Pipeline(OptionGroup):
             for name, number in stages.items():
                 if not isinstance(name, str) or not name:
                     yield f"pipeline.stages has the key {shown(name)}: write the name of a module"
-                elif type(number) is not int or number < 1:
-                    yield f"pipeline.stages[{name!r}]={shown(number)} is no number of a stage: give one from 1 on"
+                else:
+                    yield from wrong_count(f"pipeline.stages[{name!r}]", number)
             if len({*map(repr, stages.values())}) != len(stages):
                 yield "pipeline.stages gives two modules one stage: each begins once"
         elif not isinstance(stages, (tuple, list)) or any(type(count) is not int or count < 1 for count in stages):
-            yield (
-                f"pipeline.stages={shown(stages)} is neither a mapping from modules to stages nor numbers of layers: "
-                "write one"
-            )
-        if self.group_size is not None and (type(self.group_size) is not int or self.group_size < 1):
-            yield f"pipeline.group_size={shown(self.group_size)} is no number of microbatches: give one of at least 1"
+            what = "a mapping from modules to stages, or numbers of layers"
+            yield f"pipeline.stages must be {what}, got {shown(stages)}"
+        if self.group_size is not None:
+            yield from wrong_count("pipeline.group_size", self.group_size)
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ class Recompute(OptionGroup):
         if budget is None:
             return
         if type(budget) not in (int, float) or not 0 <= budget < 2**63 or (budget > 1 and budget != int(budget)):
-            yield f"{name}={shown(budget)} is neither a part from 0 to 1 nor a number of bytes: give one"
+            yield f"{name} must be a part from 0 to 1, or a number of bytes, got {shown(budget)}"
         elif self.mode != "selective":
             yield f"{name}={shown(budget)} is of mode='selective': choose that, or leave it out"
 
@@ -228,21 +226,14 @@ class Experts(OptionGroup):
         yield from globs("experts.expert_modules", self.expert_modules, "modules")
         factor = self.recv_capacity_factor
         if factor is not None and (type(factor) not in (int, float) or not 1 <= factor < 2**16):
-            yield (
-                f"experts.recv_capacity_factor={shown(factor)} is no multiple of a balanced load: give a number of at "
-                "least 1"
-            )
-        if type(self.pad_to_capacity) is not bool:
-            yield f"experts.pad_to_capacity={shown(self.pad_to_capacity)} is neither True nor False: write one of them"
+            yield f"experts.recv_capacity_factor must be a number of at least 1, got {shown(factor)}"
+        yield from wrong_switch("experts.pad_to_capacity", self.pad_to_capacity)
         if self.capacity_factor is None:
             depends = {"drop_policy": self.drop_policy != "probs", "pad_to_capacity": self.pad_to_capacity is True}
             for name in (name for name, is_set in depends.items() if is_set):
                 yield f"experts.{name} is of a capacity_factor: give one, or leave {name} out"
         elif type(self.capacity_factor) not in (int, float) or not 0 < self.capacity_factor < 2**16:
-            yield (
-                f"experts.capacity_factor={shown(self.capacity_factor)} is no multiple of a balanced load: give a "
-                "number above 0"
-            )
+            yield f"experts.capacity_factor must be a number above 0, got {shown(self.capacity_factor)}"
         else:
             yield from self._wrong_places()
 
@@ -295,17 +286,15 @@ class CudaGraphs(OptionGroup):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is captured."""
+        """Returns whether anything is captured."""
         return self.impl != "none"
 
     def problems(self) -> Iterator[str]:
         """See `OptionGroup.problems`."""
-        if self.impl not in IMPLEMENTATIONS:
-            yield f"cuda_graphs.impl={shown(self.impl)} is unknown: choose one of {', '.join(IMPLEMENTATIONS)}"
-        if type(self.variants) is not int or not 1 <= self.variants <= _MOST_VARIANTS:
-            yield f"cuda_graphs.variants={shown(self.variants)} is no number of graphs: give one from 1 on"
+        yield from wrong_word("cuda_graphs.impl", self.impl, IMPLEMENTATIONS)
+        yield from wrong_count("cuda_graphs.variants", self.variants, _MOST_VARIANTS)
         if not isinstance(self.scope, (tuple, list)):
-            yield f"cuda_graphs.scope={shown(self.scope)} is no list: write names of {', '.join(SCOPES)}"
+            yield f"cuda_graphs.scope must be a list of {', '.join(SCOPES)}, got {shown(self.scope)}"
             return
         for name in self.scope:
             if name not in SCOPES:
@@ -345,27 +334,44 @@ def _plain(option: Any) -> Any:
 def wrong_words(record: str, values: OptionGroup) -> Iterator[str]:
     """Yields what is wrong with the options of a record that take one of some words."""
     for entry in fields(values):
-        option, words = getattr(values, entry.name), CHOICES.get(entry.name)
-        if words is not None and option not in words:
-            yield f"{record}.{entry.name}={shown(option)} is unknown: choose one of {', '.join(words)}"
+        if entry.name in CHOICES:
+            yield from wrong_word(f"{record}.{entry.name}", getattr(values, entry.name), CHOICES[entry.name])
+
+
+def wrong_word(name: str, option: Any, words: Sequence[str]) -> Iterator[str]:
+    """Yields what is wrong with an option that takes one of some words."""
+    if option not in words:
+        yield f"{name}={shown(option)} is unknown: choose one of {', '.join(words)}"
+
+
+def wrong_count(name: str, option: Any, most: int = MOST_RANKS) -> Iterator[str]:
+    """Yields what is wrong with an option that counts something."""
+    if type(option) is not int or not 1 <= option <= most:
+        yield f"{name} must be an integer from 1 to {most}, got {shown(option)}"
+
+
+def wrong_switch(name: str, option: Any) -> Iterator[str]:
+    """Yields what is wrong with an option that is on or off."""
+    if type(option) is not bool:
+        yield f"{name} must be True or False, got {shown(option)}"
 
 
 def by_path(option: str, values: Any, kinds: tuple[type, ...], what: str) -> Iterator[str]:
     """Yields what is wrong with an option that says something of each of some inputs."""
     if not isinstance(values, Mapping):
-        yield f"{option}={shown(values)} is no mapping from paths of inputs: write {{'labels': …}}"
+        yield f"{option} must be a mapping from paths of inputs, as {{'labels': …}}, got {shown(values)}"
         return
     for path, value in values.items():
         if not isinstance(path, str) or not path:
             yield f"{option} has the key {shown(path)}: write an input's path, as labels or batch.0"
         if type(value) not in kinds or value != value:
-            yield f"{option}[{shown(path)}]={shown(value)} is no {what}: give one"
+            yield f"{option}[{shown(path)}] must be a {what}, got {shown(value)}"
 
 
 def globs(option: str, values: Any, what: str) -> Iterator[str]:
     """Yields what is wrong with an option that names some things by globs."""
     if not isinstance(values, (tuple, list)) or not all(isinstance(glob, str) and glob for glob in values):
-        yield f"{option}={shown(values)} is no list of globs: write names of {what}"
+        yield f"{option} must be a list of globs on names of {what}, got {shown(values)}"
 
 
 # Options as lines of YAML.
@@ -393,7 +399,7 @@ def read_mapping(text: Any, where: str) -> dict[Any, Any]:
         PlanError: it is no YAML, or no mapping.
     """
     if not isinstance(text, (str, bytes)):
-        raise PlanError(f"{shown(text)} is no text", where=where, remedy="Plan.load reads a file")
+        raise PlanError(f"must be a text, got {shown(text)}", where=where, remedy="Plan.load reads a file")
     try:
         values = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:  # of scalars and keys that are none
@@ -421,7 +427,7 @@ def group(name: str, values: Any, kind: type[OptionGroup], where: str) -> Option
     if not isinstance(values, Mapping):
         options = ", ".join(entry.name for entry in fields(kind))
         remedy = f"write '{name}: {{OPTION: VALUE}}' of its options {options}"
-        raise PlanError(f"{name}={shown(values)} is no mapping", where=where, remedy=remedy)
+        raise PlanError(f"{name} must be a mapping, got {shown(values)}", where=where, remedy=remedy)
     check_known(values, kind, f"{where}: {name}")
     return kind(**values)
 

@@ -35,6 +35,9 @@ from fxpar.plan.option_groups import (
     group,
     plain_changes,
     read_mapping,
+    wrong_count,
+    wrong_switch,
+    wrong_word,
 )
 
 SPLITS = ("column", "row", "head", "vocab", "replicate")
@@ -53,13 +56,6 @@ GROUPS: Mapping[str, type[OptionGroup]] = {
 # Options that are mappings, which are kept sorted and cannot be written to.
 _MAPPINGS = ("split", "batch_dims", "pad_values")
 _AXES = ("tp", "dp", "cp", "pp", "ep", "etp")
-
-_USED_AXES = (
-    *(("tp", "that split each layer"), ("dp", "that share out the batch"), ("pp", "that share out the layers")),
-    *(("ep", "that hold different experts"), ("etp", "that split each expert")),
-)
-# Axes of DESIGN's mesh whose passes do not exist yet; asking for them is refused by name.
-_LATER_AXES = (("cp", ""),)
 
 
 @dataclass(frozen=True)
@@ -163,7 +159,7 @@ class Plan:
         return hash(self.to_yaml())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A read-only mapping cannot be pickled or copied; a plan's YAML is all of it."""
+        """Returns a read-only mapping cannot be pickled or copied; a plan's YAML is all of it."""
         return Plan.from_yaml, (self.to_yaml(),)
 
     def _problems(self) -> Iterator[str]:
@@ -172,19 +168,14 @@ class Plan:
         yield from self._wrong_options()
 
     def _wrong_sizes(self) -> Iterator[str]:
-        for axis, use in (*_USED_AXES, *_LATER_AXES):
-            size = getattr(self, axis)
-            if axis == "etp" and size is None:
-                continue
-            if type(size) is not int or size < 1:
-                yield f"{axis}={shown(size)} is no positive integer: give the number of ranks"
-            elif not use and size > 1:
-                yield f"{axis}={shown(size)} is not supported yet: leave {axis}=1"
-            elif size > MOST_RANKS:
-                yield f"{axis}={shown(size)} is more than {MOST_RANKS}: give the number of ranks {use}"
+        for axis in _AXES:
+            if axis != "etp" or self.etp is not None:
+                yield from wrong_count(axis, getattr(self, axis))
+        if type(self.cp) is int and self.cp > 1:  # no pass of it exists yet
+            yield f"cp={shown(self.cp)} is not supported yet: leave cp=1"
 
     def _wrong_parts(self) -> Iterator[str]:
-        """What the dense and the expert part contradict each other in, once each size is one."""
+        """Yields what the dense and the expert part contradict each other in, once each size is one."""
         sizes = [getattr(self, axis) for axis in _AXES if axis != "etp" or self.etp is not None]
         if all(type(size) is int and 0 < size <= MOST_RANKS for size in sizes):
             if self.etp not in ((None, self.tp) if self.ep == 1 else (None, 1, self.tp)):
@@ -197,25 +188,24 @@ class Plan:
 
     def _wrong_options(self) -> Iterator[str]:
         if not isinstance(self.split, Mapping):
-            yield f"split={shown(self.split)} is no mapping from name globs to {', '.join(SPLITS)}"
+            yield f"split must be a mapping from name globs to {', '.join(SPLITS)}, got {shown(self.split)}"
         else:
             for glob, how in self.split.items():
                 if not isinstance(glob, str) or not glob:
                     yield f"split has the key {shown(glob)}: write a glob on module or parameter names"
-                if how not in SPLITS:
-                    yield f"split[{shown(glob)}]={shown(how)} is unknown: choose one of {', '.join(SPLITS)}"
+                yield from wrong_word(f"split[{shown(glob)}]", how, SPLITS)
         yield from by_path("batch_dims", self.batch_dims, (int,), "dimension")
         yield from by_path("pad_values", self.pad_values, (int, float, bool), "number")
         for name in ("sequence_parallel", "compile", "cast_inputs"):
-            if type(getattr(self, name)) is not bool:
-                yield f"{name}={shown(getattr(self, name))} is neither True nor False: write one of them"
+            yield from wrong_switch(name, getattr(self, name))
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
-            yield f"seed={shown(self.seed)} is no integer in [0, 2^63): choose another seed"
-        if type(self.size_programs) is not int or not 1 <= self.size_programs <= MOST_RANKS:
-            yield f"size_programs={shown(self.size_programs)} is no number of programs: give one of at least 1"
+            yield f"seed must be an integer in [0, 2^63), got {shown(self.seed)}"
+        for name in ("size_programs", "microbatches", "virtual_stages"):
+            yield from wrong_count(name, getattr(self, name))
+        if type(self.schedule) is not str:
+            yield f"schedule must be a name or a file, got {shown(self.schedule)}"
         for name, words in CHOICES.items():
-            if getattr(self, name) not in words:
-                yield f"{name}={shown(getattr(self, name))} is unknown: choose one of {', '.join(words)}"
+            yield from wrong_word(name, getattr(self, name), words)
         yield from self._wrong_groups()
 
     def _wrong_groups(self) -> Iterator[str]:
@@ -226,21 +216,13 @@ class Plan:
             if isinstance(record, kind):
                 wrong += record.problems()
             else:
-                wrong.append(f"{name}={shown(record)} is no fxpar.{kind.__name__}: write {_example(kind, record)}")
+                wrong.append(
+                    f"{name} must be a fxpar.{kind.__name__}, got {shown(record)}: write {_example(kind, record)}"
+                )
         yield from wrong
-        yield from self._wrong_counts()
         if not wrong:
             yield from self._wrong_pipeline()
             yield from self._wrong_experts()
-
-    def _wrong_counts(self) -> Iterator[str]:
-        """Yields what is wrong with numbers of microbatches and stages, and with the name of a schedule."""
-        if type(self.microbatches) is not int or not 1 <= self.microbatches <= MOST_RANKS:
-            yield f"microbatches={shown(self.microbatches)} is no number of them: give one of at least 1"
-        if type(self.virtual_stages) is not int or not 1 <= self.virtual_stages <= MOST_RANKS:
-            yield f"virtual_stages={shown(self.virtual_stages)} is no number of stages: give one of at least 1"
-        if type(self.schedule) is not str:
-            yield f"schedule={shown(self.schedule)} is no text: write a name, or a file"
 
     def _wrong_pipeline(self) -> Iterator[str]:
         """Yields what the stages of a pipeline and its schedule contradict, once each of their numbers is one."""
@@ -308,25 +290,25 @@ class Plan:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Sizes of the axes that layouts name, those larger than one, in nesting order, the outermost first."""
+        """Returns sizes of the axes that layouts name, those larger than one, in nesting order, the outermost first."""
         return self.mesh.nested(DENSE)
 
     def axes_for(self, cuts: Cuts) -> dict[str, int]:
-        """Sizes of those axes whose ranks share out the batch, the features …"""
+        """Returns sizes of those axes whose ranks share out the batch, the features …"""
         return {axis: size for axis, size in self.axes.items() if PURPOSES[axis].cuts is cuts}
 
     @property
     def data_ranks(self) -> int:
-        """Parts into which the batch is shared out."""
+        """Returns parts into which the batch is shared out."""
         return math.prod(self.axes_for(Cuts.BATCH).values())
 
     @property
     def splitting(self) -> int:
-        """Ranks that split each layer."""
+        """Returns ranks that split each layer."""
         return math.prod(self.axes_for(Cuts.FEATURES).values())
 
     def on_one_rank(self) -> Plan:
-        """The same plan for a single device: no axis has several ranks, no line splits anything, and all is kept."""
+        """Returns the plan for a single device: no axis has several ranks, nothing is split, and all is kept."""
         changes: dict[str, Any] = {**dict.fromkeys(_AXES, 1), "etp": None, "split": {}, "virtual_stages": 1}
         changes |= {"microbatches": 1, "schedule": "", "pipeline": Pipeline(), "recompute": Recompute()}
         changes |= {"experts": Experts(expert_modules=self.experts.expert_modules), "cuda_graphs": CudaGraphs()}
@@ -335,12 +317,12 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Ranks the plan needs."""
+        """Returns ranks the plan needs."""
         return len(self.mesh.ranks)
 
     @cached_property
     def mesh(self) -> Mesh:
-        """Which ranks communicate with which."""
+        """Returns which ranks communicate with which."""
         return Mesh(
             tp=self.tp,
             cp=self.cp,
@@ -353,11 +335,11 @@ class Plan:
 
     @property
     def pipeline_stages(self) -> int:
-        """Stages of the pipeline on all its ranks."""
+        """Returns stages of the pipeline on all its ranks."""
         return self.pp * self.virtual_stages
 
     def replace(self, **changes: Any) -> Plan:
-        """A checked copy with other options.
+        """Returns a checked copy with other options.
 
         Raises:
             PlanError: an unknown option, or a value the plan refuses.
@@ -371,25 +353,25 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "plan") -> Plan:
-        """Inverse of `to_dict`.
+        """Returns the plan of what `to_dict` returned.
 
         Raises:
             PlanError: an unknown option, or a value the plan refuses.
         """
         if not isinstance(values, Mapping):
-            raise PlanError(f"{shown(values)} is no mapping", where=where, remedy="write {'tp': 2}")
+            raise PlanError(f"must be a mapping, got {shown(values)}", where=where, remedy="write {'tp': 2}")
         _check_names(values, where, "write '{record}: {{{option}: …}}'")
         groups = {name: group(name, values[name], kind, where) for name, kind in GROUPS.items() if name in values}
         return cls(**{**values, **groups})
 
     def to_yaml(self) -> str:
-        """Only what differs from the defaults, so that files stay short."""
+        """Returns what differs from the defaults alone, so that files stay short."""
         values = self.to_dict()
         return str(yaml.safe_dump(values, sort_keys=False)) if values else "{}\n"
 
     @classmethod
     def from_yaml(cls, text: str, *, where: str = "plan") -> Plan:
-        """Inverse of `to_yaml`.
+        """Returns the plan of what `to_yaml` returned.
 
         Raises:
             PlanError: no mapping, an unknown option, or a value the plan refuses.
@@ -418,7 +400,9 @@ class Plan:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            raise PlanError("the file is no UTF-8 text", where=str(path), remedy="name a readable YAML file") from None
+            raise PlanError(
+                "the file must be text in UTF-8", where=str(path), remedy="name a readable YAML file"
+            ) from None
         except (OSError, TypeError, ValueError) as error:
             raise PlanError(fault(error), where=shorter(str(path)), remedy="name a readable YAML file") from None
         return cls.from_yaml(text, where=str(path))

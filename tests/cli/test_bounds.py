@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[2]
 MANY = "9" * 20_000
 
 NUMBERS = {
-    "tp": ("verify {small}:build --tp 99999999999999999999", "tp=99999999999999999999 is more than 4096"),
+    "tp": (
+        "verify {small}:build --tp 99999999999999999999",
+        "tp must be an integer from 1 to 4096",
+    ),
     "tp of many digits": (f"verify {{small}}:build --tp {MANY}", "must be a whole number of at most 20 digits"),
     "tp with zeros before": (
         f"trace {{small}}:build --tp {'0' * 5000}2",
@@ -28,12 +31,15 @@ NUMBERS = {
     ),
     "tp to be simulated": ("verify {small}:build --tp 1024", "1024 ranks are more than the 512 that one process"),
     "tp to be bisected": ("bisect {small}:build --tp 4096", "4096 ranks are more than the 512"),
-    "tp of a plan": ("trace {small}:build --plan {tmp}/float.yaml", "tp=1000000000.0 is no positive integer"),
+    "tp of a plan": (
+        "trace {small}:build --plan {tmp}/float.yaml",
+        "from 1 to 4096, got 1000000000.0",
+    ),
     "tp of a plan, huge": ("trace {small}:build --plan {tmp}/digits.yaml", "digits.yaml: not YAML: Exceeds the limit"),
-    "size": ("comm {dump}/12-localize.txt --size b=1e30", "b=1e30: is no positive integer"),
-    "size of many digits": (f"memory {{dump}}/12-localize.txt --size b={MANY}", "is no positive integer"),
-    "size with zeros before": (f"comm {{dump}}/12-localize.txt --size s={'0' * 5000}1", "is no positive integer"),
-    "size beyond memory": ("memory {dump}/12-localize.txt --size b=99999999999999999999", "is no tensor's size"),
+    "size": ("comm {dump}/12-localize.txt --size b=1e30", "b=1e30: must be a positive integer"),
+    "size of many digits": (f"memory {{dump}}/12-localize.txt --size b={MANY}", "must be a positive integer"),
+    "size with zeros before": (f"comm {{dump}}/12-localize.txt --size s={'0' * 5000}1", "must be a positive integer"),
+    "size beyond memory": ("memory {dump}/12-localize.txt --size b=99999999999999999999", "must be a tensor's size"),
     "sizes beyond memory": ("comm {dump}/12-localize.txt --size b=99999999999999", "bytes with b=99999999999999"),
     "size twice": ("comm {dump}/12-localize.txt --size b=2 --size b=3", "b=3: the size is given twice"),
     "field": ("trace hf:llama,hidden_size=1000000000000", "hidden_size=1000000000000 is more than 16777216"),
@@ -52,7 +58,7 @@ NUMBERS = {
     "levels": (f"groups --cp 4 --hierarchical-cp 2,{MANY}", "must be a whole number of at most 20 digits"),
     "first rank": ("groups --rank-offset 99999999999999999999", "is no rank"),
     "a long name": (f"trace {'x' * 5000}", "names no model and no existing file"),
-    "a name with a zero": ("diff {dump}/12-localize.txt \0", "is no text in UTF-8"),
+    "a name with a zero": ("diff {dump}/12-localize.txt \0", "must be text in UTF-8"),
     "a function that asks": ("trace builtins:input", "EOFError"),
 }
 

@@ -103,8 +103,8 @@ def test_memory_of_a_gpu_needs_none() -> None:
     [
         (("memory", "--device", "tpu"), "--device tpu: is unknown; choose one of cpu, cuda"),
         (("memory", "--optimizer", "lion"), "choose from adamw, sgd, sgd-momentum, none"),
-        (("memory", "--size", "c=3"), "is no symbol of the program"),
-        (("report", "--size", "b=0"), "is no positive integer"),
+        (("memory", "--size", "c=3"), "must be a symbol of the program"),
+        (("report", "--size", "b=0"), "must be a positive integer"),
         (("report", "--html", "/dev/null/report.html"), "name a place that can be written"),
     ],
 )

@@ -210,7 +210,7 @@ def test_a_plain_function_is_no_pass() -> None:
     def plain(program: Program) -> Program:
         return program
 
-    with pytest.raises(PassError, match=r"plain.*this is no registered pass; decorate it"):
+    with pytest.raises(PassError, match=r"plain.*must be a registered pass; decorate it"):
         PassManager([plain])  # type: ignore[list-item]
 
 

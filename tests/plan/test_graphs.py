@@ -25,12 +25,12 @@ def test_a_plan_keeps_them_through_yaml() -> None:
     [
         ({"impl": "whole"}, "cuda_graphs.impl='whole' is unknown: choose one of none, partial"),
         ({"impl": "full_iteration", "scope": ("attn",)}, "scope is of impl partial"),
-        ({"impl": "partial", "scope": "attn"}, "is no list"),
+        ({"impl": "partial", "scope": "attn"}, "must be a list"),
         ({"impl": "partial", "scope": ("attention",)}, "choose from attn, mlp"),
         ({"impl": "partial", "scope": ("moe_preprocess",)}, "needs moe_router"),
         ({"impl": "partial", "scope": ("moe", "moe_router")}, "name one or the others"),
-        ({"impl": "partial", "variants": 0}, "give one from 1 on"),
-        ({"impl": "partial", "variants": True}, "give one from 1 on"),
+        ({"impl": "partial", "variants": 0}, "must be an integer from 1 to 10000"),
+        ({"impl": "partial", "variants": True}, "must be an integer from 1 to 10000"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(options: dict[str, Any], text: str) -> None:

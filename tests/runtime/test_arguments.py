@@ -60,24 +60,30 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "checkpoint: bytes": (_parallelize(checkpoint=b"a"), "checkpoint: a bytes names no checkpoint"),
     "checkpoint: a long name": (_parallelize(checkpoint="x" * 5000), "File name too long"),
     "checkpoint: a zero byte": (_parallelize(checkpoint="a\0b"), "there is no such file"),
-    "passes: none": (_parallelize(passes=None), "passes: None is no list of passes"),
-    "passes: empty": (_parallelize(passes=[]), "passes: [] is no list of passes"),
-    "check_inputs": (_parallelize(check_inputs="no"), "check_inputs: 'no' is neither True nor False"),
-    "timeout: too long": (_parallelize(timeout=1e300), "timeout: 1e+300 is no number of seconds"),
-    "timeout: no float": (_parallelize(timeout=HUGE), "timeout: an integer of 16610 bits is no number"),
-    "plan: tp": (lambda m: fxpar.Plan(tp=HUGE), "tp=an integer of 16610 bits is more than 4096"),
-    "plan: dp": (lambda m: fxpar.Plan(dp=HUGE), "dp=an integer of 16610 bits is more than 4096"),
-    "plan: seed": (lambda m: fxpar.Plan(seed=HUGE), "seed=an integer of 16610 bits is no integer in"),
+    "passes: none": (_parallelize(passes=None), "passes: must be a list of passes, got None"),
+    "passes: empty": (_parallelize(passes=[]), "passes: must be a list of passes, got []"),
+    "check_inputs": (_parallelize(check_inputs="no"), "check_inputs: must be True or False, got 'no'"),
+    "timeout: too long": (_parallelize(timeout=1e300), "timeout: must be a number of seconds, got 1e+300"),
+    "timeout: no float": (
+        _parallelize(timeout=HUGE),
+        "timeout: must be a number of seconds, got an integer",
+    ),
+    "plan: tp": (lambda m: fxpar.Plan(tp=HUGE), "tp must be an integer from 1 to 4096, got an integer"),
+    "plan: dp": (lambda m: fxpar.Plan(dp=HUGE), "dp must be an integer from 1 to 4096, got an integer"),
+    "plan: seed": (lambda m: fxpar.Plan(seed=HUGE), "seed must be an integer in"),
     "plan: cost": (lambda m: fxpar.Plan(cost=fxpar.Cost(flops=HUGE)), "cost.flops=an integer of 16610 bits"),
     "plan: another option": (lambda m: fxpar.Plan().replace(moon=3), "unknown option moon"),
-    "plan: a list": (lambda m: fxpar.Plan.from_dict([("tp", 2)]), "is no mapping"),  # type: ignore[arg-type]
-    "plan: no text": (lambda m: fxpar.Plan.from_yaml(3), "3 is no text"),  # type: ignore[arg-type]
+    "plan: a list": (lambda m: fxpar.Plan.from_dict([("tp", 2)]), "must be a mapping"),  # type: ignore[arg-type]
+    "plan: no text": (lambda m: fxpar.Plan.from_yaml(3), "must be a text, got 3"),  # type: ignore[arg-type]
     "plan: digits": (lambda m: fxpar.Plan.from_yaml(f"tp: {'9' * 5000}"), "not YAML"),
     "plan: brackets": (lambda m: fxpar.Plan.from_yaml(f"tp: {'[' * 400}"), "not YAML"),
     "plan: no file": (lambda m: fxpar.Plan.load(None), "os.PathLike object"),  # type: ignore[arg-type]
     "plan: a full disk": (lambda m: fxpar.Plan(seed=3).save("/dev/full"), "/dev/full: No space left on device"),
-    "a pass's properties": (lambda m: fxpar.register_pass("x", requires="layouts"), "x: 'layouts' is no set of"),
-    "a pass without a name": (fxpar.register_pass, "is no name; write @register_pass"),
+    "a pass's properties": (
+        lambda m: fxpar.register_pass("x", requires="layouts"),
+        "x: needs sets of properties",
+    ),
+    "a pass without a name": (fxpar.register_pass, "needs a name, got"),
     "a rule of no operator": (lambda m: fxpar.register_rule(torch.ops.aten.neg), "is no overload of an operator"),  # type: ignore[arg-type]
     "materialize: no module": (lambda m: fxpar.materialize(3), "a int is no nn.Module"),  # type: ignore[arg-type]
     "materialize: a seed": (lambda m: fxpar.materialize(Small(), -1), "seed: -1 is no integer in"),
@@ -95,13 +101,13 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "resume_training: a long name": (lambda m: m.resume_training("x" * 5000, _adamw(m)), "File name too long"),
     "clip_grad_norm_: no number": (lambda m: m.clip_grad_norm_("1"), "max_norm: '1' is no norm"),
     "clip_grad_norm_: nan": (lambda m: m.clip_grad_norm_(math.nan), "max_norm: nan is no norm"),
-    "report: sizes": (lambda m: m.report(sizes=3), "sizes: 3 is no mapping"),
+    "report: sizes": (lambda m: m.report(sizes=3), "sizes: must be a mapping, got 3"),
     "report: too large": (
         lambda m: m.report(sizes={"b": HUGE}),
-        "of 16610 bits is no tensor's size",
+        "of 16610 bits must be a tensor's size",
     ),
     "report: bytes": (lambda m: m.report(sizes={"b": 2**50}), "bytes with b=1125899906842624"),
-    "report: an optimizer": (lambda m: m.report(optimizer=[]), "is no optimizer of the report"),
+    "report: an optimizer": (lambda m: m.report(optimizer=[]), "is unknown"),
     "shape_of": (lambda m: m.shape_of("moon"), "'moon': names no parameter or buffer"),
     "step: a text": (_step("3"), "step: '3' is no number of steps"),
     "step: huge": (_step(HUGE), "step: an integer of 16610 bits is no number of steps"),

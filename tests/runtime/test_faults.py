@@ -165,5 +165,5 @@ def test_processes_that_never_come_are_counted(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("inf"), "1"])
 def test_a_timeout_is_a_number_of_seconds(timeout: float) -> None:
-    with pytest.raises(InputError, match="is no number of seconds"):
+    with pytest.raises(InputError, match="must be a number of seconds"):
         fxpar.parallelize(models.tiny(), fxpar.Plan(), models.batch(), timeout=timeout)

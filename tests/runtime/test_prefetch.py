@@ -139,7 +139,7 @@ def test_what_cannot_be_prefetched_is_refused() -> None:
     model = fxpar.parallelize(Bag(), fxpar.Plan(), batch)
     with pytest.raises(InputError, match="cannot be iterated"):
         fxpar.prefetch(3, model)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="is no ParallelModule"):
+    with pytest.raises(InputError, match="must be a ParallelModule"):
         fxpar.prefetch([batch], Bag())  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         len(fxpar.prefetch(iter([batch]), model))

@@ -153,7 +153,7 @@ def test_an_empty_text_has_no_version(text: str) -> None:
 
 
 def test_a_plan_that_contradicts_itself_says_so_in_its_own_words() -> None:
-    with pytest.raises(PlanError, match="tp=0 is no positive integer"):
+    with pytest.raises(PlanError, match="tp must be an integer from 1 to 4096, got 0"):
         parse_program(MLP.replace('"tp": 2', '"tp": 0'))
 
 

@@ -104,10 +104,10 @@ def test_what_a_rank_keeps_does_not_grow_with_the_microbatches(request: pytest.F
     ("options", "text"),
     [
         ({"schedule": "1f1b"}, "schedule='1f1b' is of a pipeline"),
-        ({"pp": 2, "schedule": 3}, "schedule=3 is no text"),
-        ({"microbatches": 0}, "microbatches=0 is no number"),
+        ({"pp": 2, "schedule": 3}, "schedule must be a name or a file, got 3"),
+        ({"microbatches": 0}, "microbatches must be an integer"),
         ({"pp": 2, "pipeline": fxpar.Pipeline(group_size=2)}, "group_size=2 is of several stages"),
-        ({"pp": 2, "virtual_stages": 2, "pipeline": fxpar.Pipeline(group_size=0)}, "group_size=0 is no number"),
+        ({"pp": 2, "virtual_stages": 2, "pipeline": fxpar.Pipeline(group_size=0)}, "group_size must be an integer"),
         ({"virtual_stages": 2}, "virtual_stages=2 without a pipeline"),
         ({"pp": 2, "pipeline": fxpar.Pipeline({"h.1": 2})}, "stages.'h.1'.=2 is none of the stages 1 to 1"),
         ({"pp": 3, "pipeline": fxpar.Pipeline({"h.1": 1, "h.2": 1})}, "two modules one stage"),
