@@ -405,14 +405,8 @@ def routed(d: Draw) -> dict[str, Samples]:
             sample(d.normal(tokens, i), x[0, 0], order[0, 0], k, torch.float64),
             sample(d.normal(a, tokens, i), x[:, 0], order[:, 0], k, torch.float64),
         ],
-        "swiglu_rows": [
-            sample(d.normal(rows, 2, i), one),
-            sample(d.normal(a, b, rows, 2, i), counts),
-        ],
-        "swiglu_gradient": [
-            sample(x[0, 0], d.normal(rows, 2, i), one),
-            sample(x, d.normal(a, b, rows, 2, i), counts),
-        ],
+        "swiglu_rows": [sample(d.normal(rows, 2, i), one), sample(d.normal(a, b, rows, 2, i), counts)],
+        "swiglu_gradient": [sample(x[0, 0], d.normal(rows, 2, i), one), sample(x, d.normal(a, b, rows, 2, i), counts)],
         "grouped_linear": [
             sample(x[0, 0], d.normal(experts, o, i), one, False),
             sample(x[0, 0], d.normal(experts, i, o), one, True),
@@ -429,11 +423,7 @@ def routed(d: Draw) -> dict[str, Samples]:
             sample(d.normal(experts, o), counts[:, 0], rows),
             sample(d.normal(b, experts, o), counts, rows),
         ],
-        "sum_by_expert": [
-            sample(y[0, 0], one, 0),
-            sample(y[:, 0], counts[:, 0], 0),
-            sample(y, counts, 1),
-        ],
+        "sum_by_expert": [sample(y[0, 0], one, 0), sample(y[:, 0], counts[:, 0], 0), sample(y, counts, 1)],
         "drop_by_position": [
             sample(d.i(experts, tokens, k), experts, 2),
             sample(d.i(experts, a, b, tokens, k), experts, 2),
