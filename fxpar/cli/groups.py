@@ -17,7 +17,7 @@ from rich.columns import Columns
 from rich.console import Console, Group
 from rich.text import Text
 
-from fxpar.cli.output import CommandResult, Ui, print_table, table, write_text
+from fxpar.cli.output import MARGIN, CommandResult, Ui, print_table, svg_page, table, write_text
 from fxpar.mesh.axes import DENSE, EXPERT, Axes, Groups
 from fxpar.mesh.mesh import DENSE_AXES, EXPERT_AXES, Mesh
 
@@ -131,9 +131,8 @@ def short(group: tuple[int, ...]) -> str:
 
 # ---------------------------------------------------------------------- SVG
 
-_CELL, _HEIGHT, _LINE, _MARGIN = 40, 26, 17, 28
+_CELL, _HEIGHT, _LINE = 40, 26, 17
 _CELLS_PER_ROW, _CELL_ROWS, _LEGEND, _WIDE = 16, 24, 16, 1500
-_FONT = "font-family='ui-sans-serif, system-ui, Helvetica, Arial, sans-serif'"
 
 
 def svg(mesh: Mesh, names: Iterable[str], title: str) -> str:
@@ -146,33 +145,22 @@ def svg(mesh: Mesh, names: Iterable[str], title: str) -> str:
     left = max(7 * max(len(row.label) for row in shown) + 12, 12)
     width = max(left + _CELL * max(len(row.ranks) for row in shown), 360)
     all_panels = panels(mesh, names)
-    across = max(1, min(len(all_panels), _WIDE // (width + _MARGIN)))
+    across = max(1, min(len(all_panels), _WIDE // (width + MARGIN)))
     notes = [] if all_panels else ["every rank is alone: there are no groups"]
     if len(shown) < len(all_rows):
         notes.append(f"the first {shown[-1].ranks.stop - mesh.ranks.start} of {len(mesh.ranks)} ranks")
     body: list[str] = []
-    bottom = 2 * _MARGIN + (10 + _LINE if notes else 10)
+    bottom = 2 * MARGIN + (10 + _LINE if notes else 10)
     for start in range(0, len(all_panels), across):
         heights = []
         for place, panel in enumerate(all_panels[start : start + across]):
-            x, lines = _MARGIN + place * (width + _MARGIN), list(_svg_panel(panel, shown, inside, left))
+            x, lines = MARGIN + place * (width + MARGIN), list(_svg_panel(panel, shown, inside, left))
             height = _HEIGHT * len(shown) + _LINE * (len(_legend(panel)) + 4)
             body += [f"<g transform='translate({x} {bottom})'>", *lines, "</g>"]
             heights.append(height)
-        bottom += max(heights) + _MARGIN
-    total = max(across * (width + _MARGIN) + _MARGIN, 8 * len(title) + 2 * _MARGIN)
-    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {total} {bottom}' width='{total}' height='{bottom}'"
-    return "\n".join(
-        [
-            f"{head} {_FONT} font-size='12' fill='#222'>",
-            f"<title>{escape(title)}</title>",
-            "<rect width='100%' height='100%' fill='white'/>",
-            f"<text x='{_MARGIN}' y='{_MARGIN + 6}' font-size='16' font-weight='600'>{escape(title)}</text>",
-            f"<text x='{_MARGIN}' y='{_MARGIN + 26}' fill='#666'>{escape('; '.join(notes))}</text>",
-            *body,
-            "</svg>\n",
-        ]
-    )
+        bottom += max(heights) + MARGIN
+    total = max(across * (width + MARGIN) + MARGIN, 8 * len(title) + 2 * MARGIN)
+    return svg_page(total, bottom, title, notes, body)
 
 
 def _svg_panel(panel: Panel, shown: list[Row], inside: list[str], left: int) -> Iterator[str]:

@@ -10,8 +10,9 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -141,6 +142,27 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value
+
+
+# Margins of a picture.
+MARGIN = 28
+
+
+def svg_page(width: int, height: int, title: str, notes: Sequence[str], body: Iterable[str]) -> str:
+    """Returns a picture in SVG: a white page with a title, notes below it, and what is drawn."""
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}'"
+    font = "font-family='ui-sans-serif, system-ui, Helvetica, Arial, sans-serif'"
+    return "\n".join(
+        [
+            f"{head} {font} font-size='12' fill='#222'>",
+            f"<title>{escape(title)}</title>",
+            "<rect width='100%' height='100%' fill='white'/>",
+            f"<text x='{MARGIN}' y='{MARGIN + 6}' font-size='16' font-weight='600'>{escape(title)}</text>",
+            f"<text x='{MARGIN}' y='{MARGIN + 26}' fill='#666'>{escape('; '.join(notes))}</text>",
+            *body,
+            "</svg>\n",
+        ]
+    )
 
 
 def print_table(out: Console, title: str, rows: Table) -> None:

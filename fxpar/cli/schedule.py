@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fxpar.cli.output import CommandResult, Ui, print_table, table, write_text
+from fxpar.cli.output import MARGIN, CommandResult, Ui, print_table, svg_page, table, write_text
 from fxpar.cli.plan_flags import number_option, whole_numbers
 from fxpar.errors import InputError, ScheduleError, shown
 from fxpar.pipeline.compiler.builtin_schedules import SCHEDULES, build_schedule
@@ -116,9 +116,8 @@ def _row(proof: VerifiedSchedule, rank: int, unit: int, cell: int, length: int) 
 
 # ---------------------------------------------------------------------- SVG
 
-_MARGIN, _HEIGHT, _LABEL = 28, 30, 64
+_HEIGHT, _LABEL = 30, 64
 _RANKS, _WIDE = 64, 12_000  # rows and points of time's axis at most
-_FONT = "font-family='ui-sans-serif, system-ui, Helvetica, Arial, sans-serif'"
 
 
 def svg(proof: VerifiedSchedule, title: str) -> str:
@@ -135,29 +134,20 @@ def svg(proof: VerifiedSchedule, title: str) -> str:
     notes = ["numbers are microbatches", f"bubble {100 * timeline.bubble:.1f} %"]
     notes += [f"time 0–{end} of {timeline.end}"] if end < timeline.end else [f"time 0–{end}"]
     notes += [f"the first {ranks} of {schedule.pp} ranks"] if ranks < schedule.pp else []
-    legend = list(_legend(proof, all_phases))
-    top = 3 * _MARGIN
+    top = 3 * MARGIN
     bottom = top + ranks * _HEIGHT
-    width = round(max(_LABEL + end * scale + 2 * _MARGIN, 9 * len(title) + 2 * _MARGIN, 420))
-    height = bottom + 2 * _MARGIN + 20 * len(all_phases)
-    return "\n".join(
-        [
-            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' "
-            f"height='{height}' {_FONT} font-size='12' fill='#222'>",
-            f"<title>{escape(title)}</title>",
-            "<rect width='100%' height='100%' fill='white'/>",
-            f"<text x='{_MARGIN}' y='{_MARGIN + 6}' font-size='16' font-weight='600'>{escape(title)}</text>",
-            f"<text x='{_MARGIN}' y='{_MARGIN + 26}' fill='#666'>{escape('; '.join(notes))}</text>",
-            f"<g transform='translate({_MARGIN + _LABEL} {top})'>",
-            *_boxes(proof, ranks, end, scale),
-            *_axis(end, scale, ranks * _HEIGHT),
-            "</g>",
-            f"<g transform='translate({_MARGIN} {bottom + _MARGIN + 12})'>",
-            *legend,
-            "</g>",
-            "</svg>\n",
-        ]
-    )
+    width = round(max(_LABEL + end * scale + 2 * MARGIN, 9 * len(title) + 2 * MARGIN, 420))
+    height = bottom + 2 * MARGIN + 20 * len(all_phases)
+    body = [
+        f"<g transform='translate({MARGIN + _LABEL} {top})'>",
+        *_boxes(proof, ranks, end, scale),
+        *_axis(end, scale, ranks * _HEIGHT),
+        "</g>",
+        f"<g transform='translate({MARGIN} {bottom + MARGIN + 12})'>",
+        *_legend(proof, all_phases),
+        "</g>",
+    ]
+    return svg_page(width, height, title, notes, body)
 
 
 def _boxes(proof: VerifiedSchedule, ranks: int, end: int, scale: float) -> Iterator[str]:
