@@ -171,8 +171,8 @@ def bisect(ui: Ui, request: Request, passes: Passes = None) -> CommandResult:
 
 
 def _bisect_model(ui: Ui, request: Request, passes: Sequence[Pass]) -> tuple[str | None, str]:
-    from fxpar.bisection import bisect_model
     from fxpar.cli.files import is_text, need_memory, open_model
+    from fxpar.verification import bisect_model
 
     if is_text(request.model):
         raise InputError(
@@ -248,9 +248,9 @@ def _judge(folder: Path, free: Sequence[str]) -> Callable[[str, Path, Program], 
     Args:
         free: passes that declare to preserve nothing; texts from them on are compared with nothing.
     """
-    from fxpar.bisection import complete
     from fxpar.cli.files import CAPTURE, load_values, read_text
     from fxpar.ir.stages import is_one_stage
+    from fxpar.verification import complete
     from fxpar.verify.values import reference_run, verify_values
 
     values, captured = load_values(folder), read_text(folder / CAPTURE)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpar.bisection import bisect
 from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.cost.capturable import capture_regions
@@ -26,7 +25,7 @@ from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
-from fxpar.verification import verify
+from fxpar.verification import bisect, verify
 from fxpar.verify.values import TOLERANCE, call_inputs, program_state, reference_run
 from tests.passes.experts import EXPERTS, ROWS, WIDTH, Routed, batch
 from tests.passes.limited import captured, compared, looped

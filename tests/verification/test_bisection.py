@@ -9,12 +9,12 @@ import torch
 from torch import fx
 
 import fxpar
-from fxpar.bisection import Bisection, Culprit, bisect, complete
 from fxpar.errors import CheckFailed, PassError
 from fxpar.ir.program import Program, note, set_note
 from fxpar.manager import Pass
 from fxpar.ops.collectives import reduce_from
 from fxpar.passes import DEFAULT_PASSES
+from fxpar.verification import Bisection, Culprit, bisect, complete
 from tests.verify.cases import prepared, program
 
 aten = torch.ops.aten

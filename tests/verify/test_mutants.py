@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from fxpar.bisection import complete
 from fxpar.errors import CheckFailed, FxparError, InputError, LayoutError
 from fxpar.ir.program import Program
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
+from fxpar.verification import complete
 from fxpar.verify.static import verify_static
 from fxpar.verify.values import ValueReport
 from tests.verify.cases import Known, chosen, known, prepared, program, sequence_text
