@@ -127,8 +127,7 @@ def expect(verification: Verification) -> Verification:
     """
     if not verification.ok and verification.values is not None:
         v = verification.values
-        error = max(v.loss_error, v.output_error, v.max_grad_error)
-        raise CheckFailed(f"deviates by {error:.3g} of the largest reference value", where=v.worst)
+        raise CheckFailed(f"deviates by {v.deviation:.3g} of the largest reference value", where=v.worst)
     return verification
 
 

@@ -158,7 +158,7 @@ def comm(
     check_stage(start, of_stage)
     sizes = sizes_of(start.program, size or [])
     stages = [(stage, program, travels(program, sizes)) for stage, program in steps(ui, start, of_stage)]
-    values = {s.name: s.example * s.multiple for s in stages[0][1].symbols} | sizes
+    at = _sizes_text(stages[0][1], sizes)
     if len(stages) == 1:
         warn_unsplit(ui, stages[0][1])
     document = {
@@ -173,7 +173,7 @@ def comm(
     def show(stdout: Console) -> None:
         for stage, program, step_travels in stages:
             name = start.name if stage is None else f"{start.name}, stage {stage}"
-            _show_comm(stdout, name, program, step_travels, values)
+            _show_comm(stdout, name, program, step_travels, at)
 
     return CommandResult(document, show)
 
@@ -224,11 +224,15 @@ def sizes_of(program: Program, options: Sequence[str]) -> dict[str, int]:
     return sizes
 
 
-def _show_comm(stdout: Console, name: str, program: Program, travels: Sequence[Travel], values: dict[str, int]) -> None:
+def _sizes_text(program: Program, sizes: dict[str, int]) -> str:
+    values = {s.name: s.example * s.multiple for s in program.symbols} | sizes
+    return ", ".join(f"{symbol} = {value}" for symbol, value in values.items()) or "fixed sizes"
+
+
+def _show_comm(stdout: Console, name: str, program: Program, travels: Sequence[Travel], at: str) -> None:
     from fxpar.cost.communication import layer_of
     from fxpar.ir.program import note
 
-    at = ", ".join(f"{symbol} = {value}" for symbol, value in values.items()) or "fixed sizes"
     if not travels:
         stdout.print(f"{name}: no collectives ({program.plan.world_size} rank{'s' * (program.plan.world_size > 1)})")
         return
@@ -286,13 +290,13 @@ def regions(ui: Ui, request: Request, size: Sizes = None, of_stage: OfStage = No
     sizes = sizes_of(start.program, size or [])
     ((_, program),) = steps(ui, start, of_stage)
     all_regions, boundaries = capture_regions(program, sizes)
-    values = {s.name: s.example * s.multiple for s in program.symbols} | sizes
     document = {
         "regions": [dataclasses.asdict(region) for region in all_regions],
         "boundaries": [dataclasses.asdict(boundary) for boundary in boundaries],
     }
+    at = _sizes_text(program, sizes)
     return CommandResult(
-        document, lambda stdout: _show_regions(stdout, start.name, program, all_regions, boundaries, values)
+        document, lambda stdout: _show_regions(stdout, start.name, program, all_regions, boundaries, at)
     )
 
 
@@ -302,11 +306,10 @@ def _show_regions(
     program: Program,
     all_regions: Sequence[CaptureRegion],
     boundaries: Sequence[Boundary],
-    values: dict[str, int],
+    at: str,
 ) -> None:
     from fxpar.ir.program import describe
 
-    at = ", ".join(f"{symbol} = {value}" for symbol, value in values.items()) or "fixed sizes"
     numbers = ("nodes", "inputs", "outputs", "bytes in", "bytes out")
     rows = table("region", "phase", *numbers, "from", "to", right=numbers)
     for i, region in enumerate(all_regions, 1):

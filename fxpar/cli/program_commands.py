@@ -18,6 +18,7 @@ from fxpar.cli.plan_flags import Passes, Request, number_option
 from fxpar.errors import InputError
 from fxpar.ir.properties import Property
 from fxpar.mesh.axes import Cuts
+from fxpar.text.tables import few
 
 if TYPE_CHECKING:
     from fxpar.cli.files import Start
@@ -340,18 +341,13 @@ def whole_lines(document: dict[str, Any]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for name, reason in document["unsplit"].items():
         reasons.setdefault(reason, []).append(name)
-    lines = [f"whole on every rank: {_few(names)} ({reason})" for reason, names in reasons.items()]
+    lines = [f"whole on every rank: {few(names)} ({reason})" for reason, names in reasons.items()]
     if document["without_rule"]:
-        lines.append(f"operators without a rule, whole on every rank: {_few(document['without_rule'])}")
+        lines.append(f"operators without a rule, whole on every rank: {few(document['without_rule'])}")
     if document["uncounted"]:
         calls = [f"{name} ({count})" for name, count in document["uncounted"].items()]
-        lines.append(f"not counted as matrix FLOPs, for what they multiply is not known: {_few(calls)}")
+        lines.append(f"not counted as matrix FLOPs, for what they multiply is not known: {few(calls)}")
     return lines
-
-
-def _few(names: list[str], most: int = 4) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
 
 
 def warn_unsplit(ui: Ui, program: Program) -> float | None:

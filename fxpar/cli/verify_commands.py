@@ -137,7 +137,7 @@ def _show_verification(stdout: Console, name: str, proof: Verification) -> None:
             rows.add_row(f"{v.gradients} gradients", _error(v.max_grad_error))
         else:
             rows.add_row("gradients", "none: no parameter is trainable")
-        is_rounding = v.ok and max(v.loss_error, v.output_error, v.max_grad_error) > TOLERANCE
+        is_rounding = v.ok and v.deviation > TOLERANCE
         more = "; above it only what rounding of its sums explains" if is_rounding else ""
         rows.add_row("largest error", f"{v.worst} (tolerance {TOLERANCE:g} of the largest reference value{more})")
     ranks = proof.program.plan.splitting
@@ -203,8 +203,7 @@ def _unjudged(names: Sequence[str]) -> str:
 
 
 def _deviation(report: ValueReport) -> str:
-    error = max(report.loss_error, report.output_error, report.max_grad_error)
-    return f"{report.worst} deviates by {error:.3g} of the largest reference value"
+    return f"{report.worst} deviates by {report.deviation:.3g} of the largest reference value"
 
 
 def _untested(names: Sequence[str]) -> str:

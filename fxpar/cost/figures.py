@@ -17,11 +17,10 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from fxpar.cost.stage_cut_points import Received
-from fxpar.text.tables import amount, table
+from fxpar.text.tables import amount, few, table
 
 _WIDTH = 120
 _NUMBER = re.compile(r"\d+")
-_FEW = 4
 
 
 # ---------------------------------------------------------------------- tables
@@ -573,14 +572,9 @@ def _not_split(report: Report) -> list[Section]:
     for whole in report.unsplit:
         reasons.setdefault(whole.reason, []).append(whole)
     rows = [
-        (_few([whole.parameter for whole in matrices]), amount(sum(whole.bytes for whole in matrices)), reason)
+        (few([whole.parameter for whole in matrices]), amount(sum(whole.bytes for whole in matrices)), reason)
         for reason, matrices in reasons.items()
     ]
     rows += [(name, "", "not known to split: it takes whole operands") for name in report.without_rule]
     notes = () if rows else ("Every matrix is split, and every operator has a rule.",)
     return [Section("not split", ("what", "bytes a rank", "why"), tuple(rows), ("bytes a rank",), notes)]
-
-
-def _few(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
-    return ", ".join(names[:_FEW]) + rest

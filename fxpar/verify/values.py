@@ -82,6 +82,11 @@ class ValueReport:
     gradients: int
     ok: bool
 
+    @property
+    def deviation(self) -> float:
+        """Returns the largest of all."""
+        return max(self.loss_error, self.output_error, self.max_grad_error)
+
 
 def program_state(program: Program, model: nn.Module) -> dict[str, Tensor]:
     """Returns values of the program's parameters, buffers and constants, by name."""
@@ -307,7 +312,7 @@ def _verify_step(
         compare(one, program, ranks, sizes, functools.partial(again, index))
         for index, (one, ranks) in enumerate(zip(both(references), by_microbatch, strict=True))
     ]
-    worst = max(reports, key=lambda report: max(report.loss_error, report.output_error, report.max_grad_error))
+    worst = max(reports, key=lambda report: report.deviation)
     return replace(worst, ok=all(report.ok for report in reports))
 
 
