@@ -312,10 +312,10 @@ TABLE = [
     Bad("unhandled operation", lambda: verify(Bags(), (IDS,), Plan()), "CheckFailed", "fxpar does not handle this"),
     Bad(
         "no loss",
-        lambda: fxpar.parallelize(Mlp(), Plan(), (X,), loss=3),
+        lambda: fxpar.parallelize(Mlp(), Plan(), (X,), loss=3),  # type: ignore[arg-type]
         "InputError",
         "must be a name or a callable",
-    ),  # type: ignore[arg-type]
+    ),
     Bad(
         "no initialiser",
         lambda: fxpar.parallelize(Bare().to("meta"), Plan(), (X,)),

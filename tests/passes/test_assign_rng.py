@@ -16,10 +16,10 @@ from fxpar.passes import assign_rng
 from fxpar.passes.localize import localize
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
-from fxpar.verify.reference_program import promote
+from fxpar.verify.reference_program import promote, reference_program
 from fxpar.verify.simulate_ranks import run_ranks, run_single, step_of
 from fxpar.verify.static import verify_static
-from fxpar.verify.values import call_inputs, program_state, reference_program, rng_state
+from fxpar.verify.values import call_inputs, program_state, rng_state
 from tests.passes.modules import (
     MLP,
     WIDTH,
