@@ -358,7 +358,7 @@ TABLE = [
         "two ranks in one process", lambda: fxpar.parallelize(Mlp(), Plan(tp=2), (X,)), "PlanError", "needs 2 processes"
     ),
     # passes
-    Bad("function that is no pass", lambda: PassManager([no_docstring]), "PassError", "no registered pass"),  # type: ignore[list-item]
+    Bad("function that is no pass", lambda: PassManager([no_docstring]), "PassError", "must be a registered pass"),  # type: ignore[list-item]
     Bad("pass without docstring", lambda: register_pass("mine")(no_docstring), "PassError", "has no docstring"),
     Bad("unknown contract", lambda: run_pass(reverses, preserves="most"), "PassError", "preserves='most'"),
     Bad(
