@@ -9,10 +9,12 @@ Leading dimensions, one for each axis that cuts tokens, stand for ranks: each co
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxpar.ops.operator import Autograd, torch_operator
 from fxpar.signatures.engine import Rule
@@ -23,7 +25,21 @@ def _blocks_shape(order: Tensor, counts: Tensor, blocks: int, capacity: int) -> 
     return order.new_empty((*order.shape[:-1], blocks * capacity))
 
 
-@torch_operator("dispatch_indices", fake=_blocks_shape, rule=Rule(formula("... _, ... _ -> ... _", "order", "counts")))
+def _of_one_block(node: fx.Node) -> Iterable[object]:
+    """Returns order and counts where all rows stand in front: only one block has no places between its rows."""
+    return (node, node.args[1]) if node.args[2] == 1 else ()
+
+
+def _results(node: fx.Node) -> Iterable[object]:
+    return (part for part in node.users if part.target is operator.getitem)
+
+
+@torch_operator(
+    "dispatch_indices",
+    fake=_blocks_shape,
+    rule=Rule(formula("... _, ... _ -> ... _", "order", "counts")),
+    buffer=_of_one_block,
+)
 def dispatch_indices(order: Tensor, counts: Tensor, blocks: int, capacity: int) -> Tensor:
     """Rows by the rank they go to: the experts of each in one block of places.
 
@@ -71,7 +87,10 @@ def _received_shapes(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     return counts.new_empty((*leading, sources * capacity)), counts.new_empty((*leading, experts))
 
 
-@torch_operator("received_order", fake=_received_shapes, rule=Rule(formula("... _ _ -> ... _, ... _", "counts")))
+_sorted_counts = Rule(formula("... _ _ -> ... _, ... _", "counts"))
+
+
+@torch_operator("received_order", fake=_received_shapes, rule=_sorted_counts, buffer=_results)
 def received_order(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """Rows that sources sent, by expert.
 
@@ -108,7 +127,7 @@ def _arrived_shapes(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return counts.new_empty((*leading, rows)), counts.new_empty((*leading, experts))
 
 
-@torch_operator("arrived_order", fake=_arrived_shapes, rule=Rule(formula("... _ _ -> ... _, ... _", "counts")))
+@torch_operator("arrived_order", fake=_arrived_shapes, rule=_sorted_counts, buffer=_results)
 def arrived_order(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Rows that sources sent, by expert, where nothing stands between them.
 

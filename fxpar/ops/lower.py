@@ -9,7 +9,6 @@ one that starts where the operator stands, and one that waits in front of the fi
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,6 @@ from torch import fx
 
 from fxpar.ir.program import Note, Program, ScalarType, has_note, module_of, note, operands, set_note
 from fxpar.ir.regions import inlined
-from fxpar.ops.capacity_indices import arrived_order, dispatch_indices, received_order
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import TORCH_OPERATORS, Operator, PaddingRows
 from fxpar.ops.process_group import Group
@@ -204,12 +202,9 @@ def _buffers(graph: fx.Graph) -> dict[object, fx.Node]:
     """Of each order and each count that says which rows of a buffer are somebody's the node that stands for that."""
     buffers: dict[object, fx.Node] = {}
     for node in graph.nodes:
-        if node.target is dispatch_indices.overload and node.args[2] == 1:
-            buffers[node] = buffers[node.args[1]] = node
-        elif node.target in (received_order.overload, arrived_order.overload):
-            for part in node.users:
-                if part.target is operator.getitem:
-                    buffers[part] = node
+        record = TORCH_OPERATORS.get(node.target)
+        if record is not None and record.buffer is not None:
+            buffers.update(dict.fromkeys(record.buffer(node), node))
     return buffers
 
 

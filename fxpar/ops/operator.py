@@ -18,12 +18,12 @@ from torch import Tensor, fx
 
 from fxpar.errors import InputError
 from fxpar.ir.operators import GraphOperator
-from fxpar.ir.program import Note, TensorType, note, output_types, update
+from fxpar.ir.program import Note, TensorType, note, operands, output_types, update
 from fxpar.ir.properties import Property
 from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.symbolic_sizes import Size
 from fxpar.ops.lowering_context import OnRank
-from fxpar.signatures.engine import Rule
+from fxpar.signatures.engine import Refusal, Rule, Signature
 from fxpar.signatures.op_call import OpCall
 
 
@@ -168,6 +168,14 @@ class Reverse:
             update(item, fqn=like.fqn, source=like.source, recompute=like.recompute)
         return item
 
+    def adjoint(self, target: Any) -> Gradients:
+        """Returns the gradients of a node that is linear in its first operand: `target` makes it, others have none."""
+        _, *rest = self.node.args
+        (gradient, *_), (kind, *_) = self.tangents, output_types(operands(self.node)[0])
+        assert gradient is not None
+        of_first = self.call(target, gradient, *rest, kind=TensorType(output_types(gradient)[0].dtype, kind.shape))
+        return (of_first, *[None] * (len(self.wanted) - 1))
+
     def items(self, source: fx.Node) -> list[fx.Node]:
         """The results of a node of several, as nodes of their own."""
         kinds, place = output_types(source), note(self.node)
@@ -192,6 +200,9 @@ class Saving:
     types: tuple[TensorType, ...]
 
 
+Demand = Callable[[OpCall], Signature | Refusal]
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Operator(GraphOperator):
     """A graph operator of fxpar.
@@ -210,6 +221,7 @@ class Operator(GraphOperator):
         flops: forward ones of matrix products (2 a multiply-add), over global shapes; by default those of `like`.
         uncounted: name of what may hold matrix products that `flops` does not know; empty where nothing does.
         whole: why it takes whole operands; empty where it can be split.
+        demand: the one signature that its values have on the axis that it names; None where its rule has others.
         stage: property of programs that have it, which the pass provides that puts it there; None for any program.
         apart: whether each of its axes cuts a dimension of its own, where it names several.
         copies: whether copies between the ranks' memories can carry what it sends.
@@ -233,6 +245,7 @@ class Operator(GraphOperator):
     flops: Callable[[OpCall], Size] | None = None
     uncounted: Callable[[OpCall], str] | None = None
     whole: Callable[[OpCall], str] | None = None
+    demand: Demand | None = None
     stage: Property | None = None
     apart: bool = False
     copies: bool = False
@@ -309,12 +322,14 @@ class TorchOperator(Generic[_P, _R]):
         rule: its legal signatures; None where programs have no such node.
         flops: as of `Operator`.
         padding: None where it does not know of rows that are nobody's.
+        buffer: of a node that says which rows of a buffer are somebody's, the nodes that do: its orders and counts.
     """
 
     overload: Any
     rule: Rule | None = None
     flops: Callable[[OpCall], Size] | None = None
     padding: PaddingRows | None = None
+    buffer: Callable[[fx.Node], Iterable[object]] | None = None
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Goes through the dispatcher, as a call of a graph does."""
@@ -335,6 +350,7 @@ def torch_operator(
     rule: Rule | None = None,
     flops: Callable[[OpCall], Size] | None = None,
     padding: PaddingRows | None = None,
+    buffer: Callable[[fx.Node], Iterable[object]] | None = None,
 ) -> Callable[[Callable[_P, _R]], TorchOperator[_P, _R]]:
     """Declares `torch.ops.fxpar.<name>`: the decorated function computes it, and its signature is the schema.
 
@@ -344,7 +360,7 @@ def torch_operator(
         direct: leaves out what torch wraps around a function for gradients and for checks of aliasing: three calls
             more, of four times the time. It is for what a step calls hundreds of times. Operands that require a
             gradient are refused.
-        rule: as of `TorchOperator`, and so `flops` and `padding`.
+        rule: as of `TorchOperator`, and so `flops`, `padding` and `buffer`.
     """
 
     def declare(function: Callable[_P, _R]) -> TorchOperator[_P, _R]:
@@ -358,7 +374,7 @@ def torch_operator(
             definition.register_fake(fake)
             if autograd is not None:
                 definition.register_autograd(autograd.backward, setup_context=autograd.save)
-        record = TorchOperator[_P, _R](getattr(torch.ops.fxpar, name).default, rule, flops, padding)
+        record = TorchOperator[_P, _R](getattr(torch.ops.fxpar, name).default, rule, flops, padding, buffer)
         TORCH_OPERATORS[record.overload] = record
         return record
 

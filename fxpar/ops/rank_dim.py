@@ -9,24 +9,20 @@ and each computes with operands of its own, it computes so as one of a leading d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxpar.ir.program import TensorType, output_types, tensor_type
+from fxpar.ir.program import TensorType
 from fxpar.layout.layout import P, Placement, R, shard
 from fxpar.ops import process_group
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import Gradients, LoweredCall, OnShapes, Operator, Reverse
+from fxpar.ops.operator import Demand, Gradients, LoweredCall, OnShapes, Operator, Reverse
 from fxpar.signatures.engine import Labelling, Refusal, Rule, Signature
 from fxpar.signatures.op_call import OpCall
-
-# Placements on the axis that an operator names: of its operands, and of its result.
-Held = tuple[tuple[Placement, ...], Placement]
-Demand = Callable[[OpCall], Held | Refusal]
 
 
 def expand_dim(x: Tensor, dim: int) -> Tensor:
@@ -49,38 +45,47 @@ def _cut(call: OpCall, longer: TensorType) -> Placement | Refusal:
     return shard(dim, longer.shape[dim])
 
 
-def _expanded(call: OpCall) -> Held | Refusal:
+def _expanded(call: OpCall) -> Signature | Refusal:
     cut = _cut(call, call.outputs[0])
-    return cut if isinstance(cut, Refusal) else ((R,), cut)
+    return cut if isinstance(cut, Refusal) else Signature((R,), (cut,))
 
 
-def _summed(call: OpCall) -> Held | Refusal:
+def _summed(call: OpCall) -> Signature | Refusal:
     cut = _cut(call, call.operands[0])
-    return cut if isinstance(cut, Refusal) else ((cut,), P)
+    return cut if isinstance(cut, Refusal) else Signature((cut,), (P,))
 
 
-def demanding(demand: Demand) -> Rule:
-    """Of the axis that an operator names, whose values have to be held in one way there."""
+def _sharded(call: OpCall) -> Signature | Refusal:
+    dim = int(call.get("dim"))
+    cut = shard(dim, call.operands[0].shape[dim])
+    return Signature((cut,), (cut,))
+
+
+def demanding(demand: Demand, **fields: Any) -> Callable[..., Operator]:
+    """Returns the record of an operator whose values have one signature on the axis that it names.
+
+    Args:
+        demand: the signature of a call, or why it has none.
+        fields: of the record.
+    """
 
     def check(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
-        demanded = demand(call)
-        if isinstance(demanded, Refusal):
-            return demanded
-        before, after = demanded
-        if tuple(placements) == before:
-            return (after,)
-        return Refusal(f"its operands have to be {', '.join(map(str, before))}")
+        signature = demand(call)
+        if isinstance(signature, Refusal):
+            return signature
+        return signature.outputs if tuple(placements) == signature.operands else _refused(signature)
 
     def seed(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
-        demanded = demand(call)
-        if isinstance(demanded, Refusal):
-            return demanded
-        before, after = demanded
-        if placement != before[index]:
-            return Refusal(f"its operands have to be {', '.join(map(str, before))}")
-        return Signature(before, (after,))
+        signature = demand(call)
+        if isinstance(signature, Refusal) or placement == signature.operands[index]:
+            return signature
+        return _refused(signature)
 
-    return Rule(seed=seed, check=check)
+    return partial(Operator, demand=demand, rule=Rule(seed=seed, check=check), **fields)
+
+
+def _refused(signature: Signature) -> Refusal:
+    return Refusal(f"its operands have to be {', '.join(map(str, signature.operands))}")
 
 
 def _longer(call: OpCall) -> Labelling:
@@ -122,20 +127,8 @@ def _lower_sum(node: fx.Node, rank: OnRank) -> LoweredCall:
     return LoweredCall(sum_dim, node.args)
 
 
-def _back(call: Reverse, target: Operator) -> Gradients:
-    x, dim = call.node.args
-    assert isinstance(x, fx.Node)
-    gradient, kind = call.tangents[0], output_types(x)[0]
-    assert gradient is not None
-    return (call.call(target, gradient, dim, kind=TensorType(tensor_type(gradient).dtype, kind.shape)),)
-
-
-def _expanded_derivative(call: Reverse) -> Gradients:
-    return _back(call, sum_over)
-
-
-def _summed_derivative(call: Reverse) -> Gradients:
-    return _back(call, expand_over)
+def _of_ranks(call: Reverse) -> Gradients:
+    return call.adjoint(sum_over)
 
 
 # ---------------------------------------------------------------------- records
@@ -151,13 +144,12 @@ def _sum_elsewhere(self: Any, dim: int) -> Any:
     """What summing is on an axis that it does not name."""
 
 
-@partial(
-    Operator,
-    rule=demanding(_expanded),
+@demanding(
+    _expanded,
     like=_expand_elsewhere,
     shape=_expanded_shape,
     lower=_lower_expand,
-    derivative=_expanded_derivative,
+    derivative=_of_ranks,
 )
 def expand_over(self: Any, dim: int, *, axis: str) -> Any:
     """A value once for each rank of the axis, R → S(dim): […] → [… n …], with n ranks.
@@ -168,13 +160,12 @@ def expand_over(self: Any, dim: int, *, axis: str) -> Any:
     """
 
 
-@partial(
-    Operator,
-    rule=demanding(_summed),
+@demanding(
+    _summed,
     like=_sum_elsewhere,
     shape=_summed_shape,
     lower=_lower_sum,
-    derivative=_summed_derivative,
+    derivative=lambda call: call.adjoint(expand_over),
 )
 def sum_over(self: Any, dim: int, *, axis: str) -> Any:
     """The sum of what the ranks of the axis have, S(dim) → P: [… n …] → […]. Nothing is added until P is reduced.
@@ -185,45 +176,16 @@ def sum_over(self: Any, dim: int, *, axis: str) -> Any:
     """
 
 
-# Which placements each has on the axis that it names, before and after.
-HELD: Mapping[Any, Demand] = {expand_over: _expanded, sum_over: _summed}
-
-
-def demanded(call: OpCall) -> Placement:
-    """What a call of `shard_over` has its value be on the axis that it names."""
-    dim = int(call.get("dim"))
-    return shard(dim, call.operands[0].shape[dim])
-
-
-def _held(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
-    required = demanded(call)
-    return (required,) if tuple(placements) == (required,) else Refusal(f"its value has to be {required}")
-
-
-def _seed(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
-    placements = _held(call, (placement,))
-    return placements if isinstance(placements, Refusal) else Signature(placements, placements)
-
-
 def _lower(node: fx.Node, rank: OnRank) -> LoweredCall:
     return LoweredCall(process_group.same, node.args[:1])
 
 
-def _shard_back(call: Reverse) -> Gradients:
-    return (call.tangents[0],)
-
-
-def _shape(call: OnShapes) -> Any:
-    return call.args[0]
-
-
-@partial(
-    Operator,
-    rule=Rule(seed=_seed, check=_held),
+@demanding(
+    _sharded,
     like=torch.ops.aten.alias.default,
-    shape=_shape,
+    shape=lambda call: call.args[0],
     lower=_lower,
-    derivative=_shard_back,
+    derivative=lambda call: call.tangents,
 )
 def shard_over(self: Any, dim: int, *, axis: str) -> Any:
     """The value, cut on the axis in a dimension.

@@ -8,7 +8,7 @@ each other's memory nothing else travels; their process group carries all tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import partial
 from math import comb, prod
@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.ir.operators import axes_of
-from fxpar.ir.program import TensorType, output_types, tensor_type
+from fxpar.ir.program import TensorType
 from fxpar.layout.layout import Placement, R, shard
 from fxpar.layout.symbolic_sizes import divide, product
 from fxpar.ops import peer_copies as copies
 from fxpar.ops import process_group as c
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import CollectiveSite, Gradients, LoweredCall, OnShapes, Operator, Reverse, Sent
-from fxpar.ops.rank_dim import Demand, Held, demanding
+from fxpar.ops.rank_dim import demanding
 from fxpar.peer_memory.compiler.symmetric_buffer import needs
-from fxpar.signatures.engine import Refusal, Rule
+from fxpar.signatures.engine import Refusal, Rule, Signature
 from fxpar.signatures.matmul import formula
 from fxpar.signatures.op_call import OpCall
 
@@ -59,18 +59,18 @@ def _of_ranks(call: OpCall, kind: TensorType) -> Placement | Refusal:
     return shard(dim, kind.shape[dim])
 
 
-def _expanded(call: OpCall) -> Held | Refusal:
+def _expanded(call: OpCall) -> Signature | Refusal:
     before, after = _of_tokens(call, len(call.operands[0].shape) - 2), _of_ranks(call, call.outputs[0])
     if isinstance(before, Refusal):
         return before
-    return after if isinstance(after, Refusal) else ((before, R), after)
+    return after if isinstance(after, Refusal) else Signature((before, R), (after,))
 
 
-def _summed(call: OpCall) -> Held | Refusal:
+def _summed(call: OpCall) -> Signature | Refusal:
     before, after = _of_ranks(call, call.operands[0]), _of_tokens(call, len(call.outputs[0].shape) - 2)
     if isinstance(before, Refusal):
         return before
-    return after if isinstance(after, Refusal) else ((before, R), after)
+    return after if isinstance(after, Refusal) else Signature((before, R), (after,))
 
 
 def _apart(x: str, out: str) -> Rule:
@@ -168,23 +168,8 @@ def _lower_sum(node: fx.Node, rank: OnRank) -> LoweredCall:
     return LoweredCall(start_sums, (*node.args, ranks.group, ranks.size, ranks.index), finish=needed_sums)
 
 
-# ---------------------------------------------------------------------- derivatives
-
-
-def _back(call: Reverse, target: Operator) -> Gradients:
-    x, *choice = call.node.args
-    assert isinstance(x, fx.Node)
-    gradient, kind = call.tangents[0], output_types(x)[0]
-    assert gradient is not None
-    return call.call(target, gradient, *choice, kind=TensorType(tensor_type(gradient).dtype, kind.shape)), None
-
-
-def _expanded_derivative(call: Reverse) -> Gradients:
-    return _back(call, sum_needed)
-
-
-def _summed_derivative(call: Reverse) -> Gradients:
-    return _back(call, expand_needed)
+def _of_needed(call: Reverse) -> Gradients:
+    return call.adjoint(sum_needed)
 
 
 # ---------------------------------------------------------------------- records
@@ -200,17 +185,16 @@ def _sum_elsewhere(self: Any, chosen: Any, own: int) -> Any:
     """What summing is on an axis that it does not name."""
 
 
-_record = partial(Operator, traffic=_traffic, copies=True, one_shot=True)
+_record = partial(demanding, traffic=_traffic, copies=True, one_shot=True)
 
 
-@partial(
-    _record,
-    rule=demanding(_expanded),
+@_record(
+    _expanded,
     like=_expand_elsewhere,
     shape=_expanded_shape,
     lower=_lower_expand,
     sends=("all_gather", "reduce_scatter"),
-    derivative=_expanded_derivative,
+    derivative=_of_needed,
 )
 def expand_needed(self: Any, chosen: Any, own: int, *, axis: str) -> Any:
     """Tokens for each rank of the axis that needs them, S → S: [… n*t, f] → [… n, n*t, f], with n ranks.
@@ -225,14 +209,13 @@ def expand_needed(self: Any, chosen: Any, own: int, *, axis: str) -> Any:
     """
 
 
-@partial(
-    _record,
-    rule=demanding(_summed),
+@_record(
+    _summed,
     like=_sum_elsewhere,
     shape=_summed_shape,
     lower=_lower_sum,
     sends=("reduce_scatter", "all_gather"),
-    derivative=_summed_derivative,
+    derivative=lambda call: call.adjoint(expand_needed),
 )
 def sum_needed(self: Any, chosen: Any, own: int, *, axis: str) -> Any:
     """The sum of what the ranks of the axis made of each token that they needed, S → S: [… n, n*t, f] → [… n*t, f].
@@ -241,7 +224,3 @@ def sum_needed(self: Any, chosen: Any, own: int, *, axis: str) -> Any:
         self: index r is what rank r made of all tokens; of those that it did not need it is left out.
         chosen, own: as of `expand_needed`.
     """
-
-
-# Which placements each has on the axis that it names, before and after.
-HELD: Mapping[Any, Demand] = {expand_needed: _expanded, sum_needed: _summed}

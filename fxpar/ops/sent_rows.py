@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
-from fxpar.ir.program import TensorType, output_types, tensor_type
+from fxpar.ir.program import TensorType, tensor_type
 from fxpar.layout.layout import Placement, shard
 from fxpar.layout.symbolic_sizes import product
 from fxpar.ops.lowering_context import OnRank
@@ -101,7 +101,7 @@ def _sent(crossing: CollectiveSite, kind: TensorType) -> Iterator[Sent]:
         yield Sent("all_to_all", "backward", count)
 
 
-# ---------------------------------------------------------------------- lowering and derivatives
+# ---------------------------------------------------------------------- lowering
 
 
 def _lower_sizes(node: fx.Node, rank: OnRank) -> LoweredCall:
@@ -119,20 +119,8 @@ def _lower_back(node: fx.Node, rank: OnRank) -> LoweredCall:
     return LoweredCall(start_back, (*node.args, ranks.group, ranks.size), finish=arrived_back, rest=rest)
 
 
-def _reversed(call: Reverse, target: Operator) -> Gradients:
-    x, sizes = call.node.args
-    assert isinstance(x, fx.Node)
-    (kind,), (gradient,) = output_types(x), call.tangents
-    assert gradient is not None
-    return call.call(target, gradient, sizes, kind=TensorType(output_types(gradient)[0].dtype, kind.shape)), None
-
-
-def _there_derivative(call: Reverse) -> Gradients:
-    return _reversed(call, return_rows)
-
-
-def _back_derivative(call: Reverse) -> Gradients:
-    return _reversed(call, send_rows)
+def _of_sent(call: Reverse) -> Gradients:
+    return call.adjoint(return_rows)
 
 
 # ---------------------------------------------------------------------- records
@@ -176,7 +164,7 @@ _record = partial(
 )
 
 
-@partial(_record, traffic=_there, lower=_lower_there, derivative=_there_derivative)
+@partial(_record, traffic=_there, lower=_lower_there, derivative=_of_sent)
 def send_rows(x: Any, sizes: Any, *, axis: str) -> Any:
     """Rows to the ranks that hold their experts: […, M, h] → […, r, h], an all-to-all of uneven parts.
 
@@ -186,7 +174,7 @@ def send_rows(x: Any, sizes: Any, *, axis: str) -> Any:
     """
 
 
-@partial(_record, traffic=_back, lower=_lower_back, derivative=_back_derivative)
+@partial(_record, traffic=_back, lower=_lower_back, derivative=lambda call: call.adjoint(send_rows))
 def return_rows(x: Any, sizes: Any, *, axis: str) -> Any:
     """Rows back to where they came from: […, r, h] → […, M, h]; the adjoint of `send_rows`.
 

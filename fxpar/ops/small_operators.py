@@ -21,7 +21,7 @@ from fxpar.ir.program import operands, output_layouts
 from fxpar.layout.layout import Placement
 from fxpar.ops import process_group
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import Autograd, Gradients, LoweredCall, OnShapes, Operator, Reverse, torch_operator
+from fxpar.ops.operator import Autograd, LoweredCall, OnShapes, Operator, torch_operator
 from fxpar.signatures.autograd_functions import impurity, resolve_function
 from fxpar.signatures.engine import Labelling, Refusal, Rule, Signature
 from fxpar.signatures.op_call import OpCall, bind_arguments
@@ -219,20 +219,12 @@ def _lower_transfer(node: fx.Node, rank: OnRank) -> LoweredCall:
     return LoweredCall(process_group.same, node.args)
 
 
-def _back(call: Reverse) -> Gradients:
-    return (call.tangents[0],)
-
-
-def _transfer_shape(call: OnShapes) -> Any:
-    return call.args[0]
-
-
 @partial(
     Operator,
     rule=Rule(pointwise_labels, seed=_transfer_labels, check=_as_held, padding=("self",)),
-    shape=_transfer_shape,
+    shape=lambda call: call.args[0],
     lower=_lower_transfer,
-    derivative=_back,
+    derivative=lambda call: call.tangents,
 )
 def transfer(self: Any) -> Any:
     """A value as the next stage has it: each rank's part goes to the rank of the same place there, its gradient back.

@@ -72,8 +72,8 @@ def place_batch(program: Program, axis: str, rows: Mapping[str, int]) -> dict[fx
             placed[node] = Option((), (whole if dim is None else shard(dim, tensor_type(node).shape[dim]),))
             continue
         if demands(node, axis):
-            before, behind = demanded_by(node, program.axes[axis])
-            placed[node] = Option(before, (behind,), "batch")
+            demanded = demanded_by(node, program.axes[axis])
+            placed[node] = Option(demanded.operands, demanded.outputs, "batch")
             continue
         values = [value_of(operand) for operand in operands(node)]
         placements = [placed[maker].outputs[index] for maker, index in values]

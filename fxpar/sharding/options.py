@@ -24,10 +24,9 @@ from fxpar.ir.operators import as_parameter, axes_of, canonical_placement, pendi
 from fxpar.ir.program import Program, describe, operands, output_types, tensor_type
 from fxpar.layout.layout import I, Placement, R, fits, shard
 from fxpar.layout.symbolic_sizes import Size, names
-from fxpar.ops import rank_dim, selective_dispatch
 from fxpar.ops.operator import Operator
-from fxpar.ops.rank_dim import Demand, Held, demanded, expand_over, shard_over, sum_over
-from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
+from fxpar.ops.rank_dim import expand_over, shard_over, sum_over
+from fxpar.rules import Refusal, Signature, call_of, inferred, rule_of, seeded
 from fxpar.sharding.parameter_cuts import (
     all_cuts,
     farthest,
@@ -204,26 +203,23 @@ def _is_sum_with_others(trail: Trail, user: fx.Node, weights: Weights) -> bool:
     return bool(others) and not is_product
 
 
-# What a program says itself of its layouts (`fxpar.shard_over`, `fxpar.expand_over`, `fxpar.expand_needed`, …).
+# What a program says itself of its layouts (`fxpar.shard_over`, `fxpar.expand_over`, …).
 
 aten = torch.ops.aten
-_HELD: Mapping[Any, Demand] = {**rank_dim.HELD, **selective_dispatch.HELD}
 
 
 def demands(node: fx.Node, axis: str) -> bool:
-    """Whether the operation has its values held in one way on the axis."""
-    return (node.target is shard_over or node.target in _HELD) and axis in axes_of(node)
+    """Returns whether an operation has its values held in one way on the axis."""
+    return isinstance(node.target, Operator) and node.target.demand is not None and axis in axes_of(node)
 
 
-def demanded_by(node: fx.Node, n: int) -> Held:
-    """How an operation that demands it has its operands, and its result, held on an axis of n ranks."""
-    call = call_of(node, n)
-    if node.target is shard_over:
-        return (demanded(call),), demanded(call)
+def demanded_by(node: fx.Node, n: int) -> Signature:
+    """Returns how an operation that demands it has its operands and its result held on an axis of n ranks."""
     assert isinstance(node.target, Operator)
-    placements = _HELD[node.target](call)
-    assert not isinstance(placements, Refusal), placements.reason
-    return placements
+    assert node.target.demand is not None
+    signature = node.target.demand(call_of(node, n))
+    assert not isinstance(signature, Refusal), signature.reason
+    return signature
 
 
 def without_demand(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -231,13 +227,13 @@ def without_demand(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]
 
     What moves tokens between ranks is no operation of torch on one of them: it stays.
     """
-    if node.target in selective_dispatch.HELD:
-        return node.target, node.args, node.kwargs
     if node.target is expand_over:
         return aten.unsqueeze.default, node.args, {}
     if node.target is sum_over:
         return aten.squeeze.dim, node.args, {}
-    return aten.alias.default, node.args[:1], {}
+    if node.target is shard_over:
+        return aten.alias.default, node.args[:1], {}
+    return node.target, node.args, node.kwargs
 
 
 def held_over(program: Program, axis: str) -> dict[fx.Node, int]:
@@ -382,8 +378,8 @@ def list_options(
         elif node.op == "placeholder":
             options.of[node] = interned.setdefault((Option((), (R,)),), (Option((), (R,)),))
         elif demands(node, axis):
-            before, behind = demanded_by(node, n)
-            options.of[node] = (Option(before, (behind,)),)
+            demanded = demanded_by(node, n)
+            options.of[node] = (Option(demanded.operands, demanded.outputs),)
             options.demanded.update(map(value_of, operands(node)))
             reached.add(node)
         else:
