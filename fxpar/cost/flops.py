@@ -43,8 +43,8 @@ def uncounted(program: Program) -> dict[str, int]:
 
 
 def _flops(node: fx.Node) -> Size:
-    declared = node.target.flops if isinstance(node.target, Operator) else None
-    formula = declared or _FORMULAS.get(key_of(alike(node.target) or node.target))
+    record = node.target if isinstance(node.target, Operator) else TORCH_OPERATORS.get(node.target)
+    formula = (record and record.flops) or _FORMULAS.get(key_of(alike(node.target) or node.target))
     if formula is not None:
         return formula(call_of(node, 1))
     return _by_labels(node) if _is_foreign(node) else 0
@@ -163,7 +163,6 @@ def _formulas() -> dict[str, Formula]:
         **dict.fromkeys((f"aten._scaled_dot_product_{name}.default" for name in kernels), _attention),
         **dict.fromkeys(("aten._grouped_mm.default", "aten._scaled_grouped_mm.default"), _grouped),
         "transformers.grouped_mm_fallback.default": _grouped,
-        **{str(target): record.flops for target, record in TORCH_OPERATORS.items() if record.flops is not None},
         "aten.einsum.default": _einsum,
         "aten.tensordot.default": _tensordot,
         "aten.bilinear.default": _bilinear,

@@ -191,7 +191,7 @@ def _derivative(reverse: Reverse) -> Gradients:
     gradient = reverse.tangents[0]
     assert gradient is not None
     args, out, log_sum = bind_arguments(node), reverse.result(0), reverse.result(1)
-    of_mask = dict(zip(call_of(node, 1).names, reverse.wanted, strict=True)).get("mask", False)
+    of_mask = dict(zip(call_of(node, 1).names, reverse.needs_grad, strict=True)).get("mask", False)
     query, key, value, mask = (args.get(name) for name in _NAMES)
     options = (args["is_causal"], args["scale"], args["enable_gqa"], args.get("indices") or [], of_mask)
     kinds = tuple(output_types(args[name])[0] for name in (_NAMES if of_mask else _NAMES[:3]))
@@ -203,7 +203,7 @@ def _derivative(reverse: Reverse) -> Gradients:
     )
     gradients = dict(zip(_NAMES, reverse.items(backward), strict=False))
     # By name: one value may be several operands, and has then a gradient as each.
-    pairs = zip(call_of(node, 1).names, reverse.wanted, strict=True)
+    pairs = zip(call_of(node, 1).names, reverse.needs_grad, strict=True)
     return [gradients.get(name) if flag else None for name, flag in pairs]
 
 

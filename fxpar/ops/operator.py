@@ -137,18 +137,18 @@ class Emits(Protocol):
 
 @dataclass(frozen=True)
 class Reverse:
-    """A node whose derivative is wanted.
+    """A node whose derivative is computed.
 
     Attributes:
         node: of the forward.
         tangents: the gradient of each of its outputs, None where there is none.
-        wanted: of each tensor operand, whether its gradient is wanted.
+        needs_grad: of each tensor operand, whether its gradient is needed.
         emit: adds nodes to the program.
     """
 
     node: fx.Node
     tangents: tuple[fx.Node | None, ...]
-    wanted: tuple[bool, ...]
+    needs_grad: tuple[bool, ...]
     emit: Emits
 
     def call(self, target: Any, *args: Any, kind: Any, random: int = 0) -> fx.Node:
@@ -173,8 +173,12 @@ class Reverse:
         _, *rest = self.node.args
         (gradient, *_), (kind, *_) = self.tangents, output_types(operands(self.node)[0])
         assert gradient is not None
-        of_first = self.call(target, gradient, *rest, kind=TensorType(output_types(gradient)[0].dtype, kind.shape))
-        return (of_first, *[None] * (len(self.wanted) - 1))
+        kind = TensorType(output_types(gradient)[0].dtype, kind.shape)
+        return self.of_first(self.call(target, gradient, *rest, kind=kind))
+
+    def of_first(self, gradient: fx.Node) -> Gradients:
+        """Returns a gradient of the first operand, and none of the others."""
+        return (gradient, *[None] * (len(self.needs_grad) - 1))
 
     def items(self, source: fx.Node) -> list[fx.Node]:
         """The results of a node of several, as nodes of their own."""

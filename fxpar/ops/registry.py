@@ -1,6 +1,6 @@
 """Lists all graph operators by name, and those that stand for operations of torch.
 
-Importing it registers the operators of `torch.ops.fxpar` too.
+Those of the core are here. A feature adds its own with `register` when it is imported.
 """
 
 from __future__ import annotations
@@ -35,34 +35,29 @@ from fxpar.ops.vocabulary import (
     topk_backward,
 )
 
-_DRAWN = (axis_index, dropout, uniform, uniform_like, attention)
-_WORDS = (embedding, cross_entropy, nll_loss, log_softmax, logsumexp, argmax, topk)
-
-_OTHERS = (
-    *(sum_gradients, function, size, zeros, item, transfer, shard_over, split_sizes, send_rows, return_rows),
-    *(expand_over, sum_over, expand_needed, sum_needed),
-)
-
-_GRADIENTS = (
-    *(all_reduce_coalesced, attention_forward, attention_backward, cross_entropy_forward, cross_entropy_backward),
-    *(embedding_backward, nll_loss_backward, log_softmax_backward, logsumexp_backward, topk_backward),
-)
+_OPERATORS: dict[str, Operator] = {}
+_COMPOSITE_OF: dict[Any, Operator] = {}
 
 # What the text form may name behind `fxpar.`.
-OPERATORS: Mapping[str, Operator] = MappingProxyType(
-    {
-        record.__name__: record
-        for record in (
-            *COERCION_OF,
-            *_DRAWN,
-            *_WORDS,
-            *_GRADIENTS,
-            *_OTHERS,
-        )
-    }
-)
-
+OPERATORS: Mapping[str, Operator] = MappingProxyType(_OPERATORS)
 # The composite operator of each operation of torch that has one.
-COMPOSITE_OF: Mapping[Any, Operator] = MappingProxyType(
-    {target: record for record in OPERATORS.values() for target in record.stands_for}
+COMPOSITE_OF: Mapping[Any, Operator] = MappingProxyType(_COMPOSITE_OF)
+
+
+def register(*records: Operator) -> None:
+    """Adds graph operators to `OPERATORS` and `COMPOSITE_OF`."""
+    for record in records:
+        _OPERATORS[record.__name__] = record
+        _COMPOSITE_OF.update(dict.fromkeys(record.stands_for, record))
+
+
+register(
+    *COERCION_OF,
+    *(axis_index, dropout, uniform, uniform_like, attention, attention_forward, attention_backward),
+    *(embedding, cross_entropy, nll_loss, log_softmax, logsumexp, argmax, topk),
+    *(cross_entropy_forward, cross_entropy_backward, embedding_backward, nll_loss_backward),
+    *(log_softmax_backward, logsumexp_backward, topk_backward),
+    *(sum_gradients, all_reduce_coalesced, shard_over, expand_over, sum_over),
+    *(function, size, zeros, item, transfer),
+    *(split_sizes, send_rows, return_rows, expand_needed, sum_needed),
 )

@@ -67,7 +67,7 @@ def _nll_loss_gradient(reverse: Reverse) -> Gradients:
     bound, kind = bind_arguments(reverse.node), output_types(operands(reverse.node)[0])[0]
     options = (bound[name] for name in ("weight", "reduction", "ignore_index"))
     gradient = reverse.call(nll_loss_backward, bound["self"], bound["target"], reverse.tangents[0], *options, kind=kind)
-    return [gradient, *[None] * (len(reverse.wanted) - 1)]
+    return reverse.of_first(gradient)
 
 
 def _log_softmax_gradient(reverse: Reverse) -> Gradients:
@@ -342,7 +342,7 @@ def _cross_entropy_gradient(reverse: Reverse) -> Gradients:
     options = (bound[name] for name in ("weight", "reduction", "ignore_index", "label_smoothing"))
     args = (bound["self"], bound["target"], reverse.tangents[0], items[1], *options)
     gradient = reverse.call(cross_entropy_backward, *args, kind=kind)
-    return [gradient, *[None] * (len(reverse.wanted) - 1)]
+    return reverse.of_first(gradient)
 
 
 @partial(

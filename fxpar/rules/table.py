@@ -48,7 +48,6 @@ _RULES: dict[str, Rule] = {
     **reduction_rules(),
     **gradient_rules(),
     **along_rules(),
-    **{str(target): record.rule for target, record in TORCH_OPERATORS.items() if record.rule is not None},
 }
 
 
@@ -61,7 +60,8 @@ def key_of(target: Any) -> str:
 
 def rule_of(target: Any) -> Rule | None:
     """The operator's rule, None where it has none."""
-    return target.rule if isinstance(target, Operator) else _RULES.get(key_of(target))
+    record = target if isinstance(target, Operator) else TORCH_OPERATORS.get(target)
+    return _RULES.get(key_of(target)) if record is None else record.rule
 
 
 def rule_for(call: OpCall) -> Rule | None:
@@ -111,7 +111,9 @@ def _composite_rule(record: Operator) -> Rule:
 
 def rules() -> Mapping[str, Rule]:
     """All rules by operator name (a copy)."""
-    return {**_RULES, **{str(record): record.rule for record in OPERATORS.values() if record.rule is not None}}
+    declared = {str(target): record.rule for target, record in TORCH_OPERATORS.items()}
+    declared |= {str(record): record.rule for record in OPERATORS.values()}
+    return {**_RULES, **{name: rule for name, rule in declared.items() if rule is not None}}
 
 
 def register_rule(
@@ -133,7 +135,7 @@ def register_rule(
     if labels is not None and not isinstance(labels, str):
         raise InputError(f"{shown(labels)} are no labels", where=str(target), remedy="write '... h, h -> ... h'")
     key = key_of(target)
-    if key in _RULES:
+    if rule_of(target) is not None:
         raise InputError("the operator has a rule already", where=key, remedy="unregister_rule takes back one of yours")
     if labels is None:
         _RULES[key] = Rule(pointwise_labels, partial)
