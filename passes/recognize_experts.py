@@ -17,7 +17,7 @@ from fxpar.manager import register_pass
 
 @register_pass("recognize_experts", requires={Property.CANONICAL}, invalidates={Property.LAYOUTS})
 def recognize_experts(program: Program) -> Program:
-    """Writes layers of experts with the operators on rows of `fxpar.ops.permute`.
+    """Writes layers of experts with the operators on rows of `fxpar.experts.operators.permute`.
 
     Before, of a matrix for each pair of token and expert::
 

@@ -29,9 +29,9 @@ from fxpar.capture.patches import grouped_products
 from fxpar.capture.prepared_model import plain_surrounding, swapped
 from fxpar.capture.python_state import untouched
 from fxpar.errors import PlanError, shown
-from fxpar.ops.expert_layer import experts, swiglu
-from fxpar.ops.grouped import expand_by_expert, group_sizes, grouped_linear, halves, swiglu_rows
-from fxpar.ops.permute import moe_combine, moe_permute, sort_by_expert
+from fxpar.experts.operators.expert_layer import experts, swiglu
+from fxpar.experts.operators.grouped import expand_by_expert, group_sizes, grouped_linear, halves, swiglu_rows
+from fxpar.experts.operators.permute import moe_combine, moe_permute, sort_by_expert
 
 # How the weights of a module of experts may be read.
 

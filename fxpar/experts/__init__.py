@@ -1,1 +1,1 @@
-"""Layers of experts: what recognises them, and what compiles them."""
+"""Layers of experts: what recognises them, their operators, and what compiles them."""

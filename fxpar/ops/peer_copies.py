@@ -337,7 +337,7 @@ def exchanged(sent: Sent, dim: int, pieces: Pieces, name: str, buffer: int) -> T
 
 
 # Each of these is one call, which sends, waits and reads: how much travels is known where it is sent alone, and no copy
-# engine is told which rows (`fxpar.ops.selective_dispatch`).
+# engine is told which rows (`fxpar.experts.operators.selective_dispatch`).
 
 
 def _gathered(x: Tensor, chosen: Tensor, per_rank: int, name: str, buffer: int) -> Tensor:

@@ -9,14 +9,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from fxpar.ops import capacity_indices, grouped, permute  # noqa: F401 - operators of torch
 from fxpar.ops.attention import attention_backward, attention_forward
 from fxpar.ops.collectives import COERCION_OF, all_reduce_coalesced, sum_gradients
 from fxpar.ops.operator import Operator
 from fxpar.ops.random import attention, axis_index, dropout, uniform, uniform_like
 from fxpar.ops.rank_dim import expand_over, shard_over, sum_over
-from fxpar.ops.selective_dispatch import expand_needed, sum_needed
-from fxpar.ops.sent_rows import return_rows, send_rows, split_sizes
 from fxpar.ops.small_operators import function, item, size, transfer, zeros
 from fxpar.ops.vocabulary import (
     argmax,
@@ -45,7 +42,11 @@ COMPOSITE_OF: Mapping[Any, Operator] = MappingProxyType(_COMPOSITE_OF)
 
 
 def register(*records: Operator) -> None:
-    """Adds graph operators to `OPERATORS` and `COMPOSITE_OF`."""
+    """Adds graph operators to `OPERATORS` and `COMPOSITE_OF`.
+
+    Args:
+        records: with names of their own; one that stands for operations of torch is their only one.
+    """
     for record in records:
         _OPERATORS[record.__name__] = record
         _COMPOSITE_OF.update(dict.fromkeys(record.stands_for, record))
@@ -59,5 +60,4 @@ register(
     *(log_softmax_backward, logsumexp_backward, topk_backward),
     *(sum_gradients, all_reduce_coalesced, shard_over, expand_over, sum_over),
     *(function, size, zeros, item, transfer),
-    *(split_sizes, send_rows, return_rows, expand_needed, sum_needed),
 )

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpar.experts.operators.permute import sort_by_expert
 from fxpar.ops import sdpa
 from fxpar.ops.counter import IndexCut
-from fxpar.ops.permute import sort_by_expert
 from fxpar.testing.ranks import Sample, sample, tensors_of
 from fxpar.testing.ranks import sample as differentiated
 from fxpar.testing.samples import Draw, Samples, words

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import CheckFailed, PlanError
+from fxpar.experts.operators.sent_rows import send_rows
 from fxpar.ir.grad_flow import owner_of
 from fxpar.ir.operators import axes_of, misnamed
 from fxpar.ir.program import (
@@ -39,7 +40,6 @@ from fxpar.layout.symbolic_sizes import names
 from fxpar.ops.collectives import COERCION_OF, sum_gradients
 from fxpar.ops.operator import Operator
 from fxpar.ops.random import axis_index
-from fxpar.ops.sent_rows import send_rows
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.passes.mark_regions import reason_of
 from fxpar.rules import bind_arguments

@@ -21,8 +21,8 @@ import fxpar
 
 names = [module.name for module in pkgutil.walk_packages(fxpar.__path__, "fxpar.") if module.name != "fxpar.__main__"]
 if importlib.util.find_spec("triton") is None:
-    for name in ("dropout_kernels", "row_kernels", "dropped_kernels"):
-        names.remove(f"fxpar.ops.{name}")
+    for name in ("ops.dropout_kernels", "ops.dropped_kernels", "experts.operators.row_kernels"):
+        names.remove(f"fxpar.{name}")
     names.remove("fxpar.peer_memory.runtime.push_kernels")
     names.remove("fxpar.peer_memory.runtime.push_needed")
 for name in names:

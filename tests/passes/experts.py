@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from fxpar.capture.capture import Captured, capture
 from fxpar.compile import compile_program
+from fxpar.experts.operators.expert_layer import experts
 from fxpar.ir.program import Program
-from fxpar.ops.expert_layer import experts
 from fxpar.plan.plan import Plan
 from fxpar.verify.values import ValueReport, call_inputs, program_state, verify_values
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from fxpar.capture.capture import Captured, capture
+from fxpar.experts.operators.expert_layer import experts
 from fxpar.ir.program import Program
-from fxpar.ops.expert_layer import experts
 from fxpar.plan.plan import Plan
 from fxpar.verify.simulate_ranks import SimulationResult
 from fxpar.verify.values import ValueReport, call_inputs, program_state, verify_values

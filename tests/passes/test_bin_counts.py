@@ -13,7 +13,7 @@ from torch.nn import functional
 from fxpar.capture.capture import capture
 from fxpar.compile import compile_model
 from fxpar.errors import CaptureError
-from fxpar.ops.permute import bin_counts
+from fxpar.experts.operators.permute import bin_counts
 from fxpar.plan.plan import Plan
 from fxpar.verification import verify
 

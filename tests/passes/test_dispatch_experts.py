@@ -13,9 +13,9 @@ from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.cost.communication import collectives
 from fxpar.errors import CheckFailed, FxparError, PassError, PlanError
+from fxpar.experts.operators import capacity_indices
 from fxpar.ir.program import output_layouts
 from fxpar.manager import PassManager
-from fxpar.ops import capacity_indices
 from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program

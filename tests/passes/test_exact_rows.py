@@ -13,8 +13,8 @@ from fxpar.compile import compile_program
 from fxpar.cost.capturable import capture_regions
 from fxpar.cost.communication import collectives
 from fxpar.errors import FxparError
+from fxpar.experts.operators import capacity_indices, permute
 from fxpar.manager import PassManager
-from fxpar.ops import capacity_indices, permute
 from fxpar.passes.differentiate import differentiate
 from fxpar.passes.mark_regions import mark_regions
 from fxpar.plan.option_groups import Experts

@@ -15,9 +15,9 @@ from fxpar.cost.capturable import capture_regions
 from fxpar.cost.communication import collectives
 from fxpar.errors import PlanError
 from fxpar.experts.compiler import expert_capacity
+from fxpar.experts.operators.permute import drop_by_position, drop_by_probability
 from fxpar.ir.program import Program
 from fxpar.manager import PassManager
-from fxpar.ops.permute import drop_by_position, drop_by_probability
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.passes.differentiate import differentiate
 from fxpar.passes.mark_regions import mark_regions

@@ -16,11 +16,11 @@ from fxpar.cost import make_report
 from fxpar.cost.seconds import travels
 from fxpar.errors import CheckFailed, FxparError
 from fxpar.experts.compiler import dispatch
+from fxpar.experts.operators.selective_dispatch import needed_part
 from fxpar.ir.program import Program, note
 from fxpar.ir.regions import inlined
 from fxpar.manager import PassManager
 from fxpar.ops.process_group import Group
-from fxpar.ops.selective_dispatch import needed_part
 from fxpar.passes import counted_steps
 from fxpar.plan.option_groups import Communication, Experts
 from fxpar.plan.plan import Plan

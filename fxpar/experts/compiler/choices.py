@@ -1,4 +1,4 @@
-"""The experts that a router chooses for its tokens, and the operators of `fxpar.ops.permute` on rows sorted by them.
+"""The experts that a router chooses for its tokens, and the operators on rows that are sorted by them.
 
 Terms: a *choice* are the experts of all tokens as a top-k gives them, whatever its shape; T tokens, K experts of each,
 M = T * K pairs.

@@ -1,7 +1,7 @@
 """Products with a matrix for each pair of token and expert, `weight[indices]`, as grouped products of routed rows.
 
 Enters: a graph, and what its values are of a choice. Leaves: the same, in which what is computed of pairs is written
-with the operators of `fxpar.ops.permute`.
+with the operators of `fxpar.experts.operators.permute`.
 """
 
 from __future__ import annotations

@@ -24,13 +24,13 @@ from fxpar.experts.compiler.emitter import Emitter
 from fxpar.experts.compiler.expert_capacity import Limit, as_written
 from fxpar.experts.compiler.routed_rows import Routed
 from fxpar.experts.compiler.token_cuts import HolderDims, token_cut
+from fxpar.experts.operators.selective_dispatch import expand_needed, needed_part, sum_needed
+from fxpar.experts.operators.sent_rows import return_rows, send_rows, split_sizes
 from fxpar.ir.program import Program, TensorType, describe, note, operands, output_types, tensor_type, update
 from fxpar.ir.symbols import Counted, with_counted
 from fxpar.layout.symbolic_sizes import Size, divide, product, simplify
 from fxpar.mesh.axes import Cuts
 from fxpar.ops.rank_dim import sum_over
-from fxpar.ops.selective_dispatch import expand_needed, needed_part, sum_needed
-from fxpar.ops.sent_rows import return_rows, send_rows, split_sizes
 
 aten, fxp = torch.ops.aten, torch.ops.fxpar
 # Of the tokens of others which part a rank may need, so that it is worth a kernel to leave out the rest: copy engines,

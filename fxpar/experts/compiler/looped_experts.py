@@ -1,7 +1,7 @@
 """Loops over experts, each of which computes all tokens or those that are its own, as routed rows.
 
 Enters: a graph, and what its values are of a choice. Leaves: the same, in which what a loop adds up is written with the
-operators of `fxpar.ops.permute`.
+operators of `fxpar.experts.operators.permute`.
 """
 
 from __future__ import annotations

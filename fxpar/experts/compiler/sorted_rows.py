@@ -1,7 +1,7 @@
 """Grouped products of rows that a model sorts by expert itself, as routed rows.
 
 Enters: a graph, and what its values are of a choice. Leaves: the same, in which what takes, spreads and adds up the
-rows of tokens is written with the operators of `fxpar.ops.permute`.
+rows of tokens is written with the operators of `fxpar.experts.operators.permute`.
 """
 
 from __future__ import annotations

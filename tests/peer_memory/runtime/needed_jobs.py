@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fxpar
+from fxpar.experts.operators import selective_dispatch as operators
 from fxpar.ops import peer_copies
-from fxpar.ops import selective_dispatch as operators
 from fxpar.peer_memory.compiler import symmetric_buffer
 from fxpar.peer_memory.compiler.cpu_symmetric_buffer import CpuSymmetricBuffer
 from tests.passes.experts import ROWS, Routed, batch

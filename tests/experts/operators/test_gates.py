@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fxpar.ops.grouped import halves, swiglu_gradient, swiglu_rows
+from fxpar.experts.operators.grouped import halves, swiglu_gradient, swiglu_rows
 
 # Leading dimensions, rows, columns, experts.
 SIZES = (((), 7, 5, 3), ((2,), 9, 33, 2), ((1, 2), 4, 1030, 1), ((), 0, 4, 2))

@@ -340,7 +340,7 @@ def row_kernels_for(x: Tensor) -> ModuleType | None:
     """The module of kernels for a tensor's device and type, None where there is none."""
     if not x.is_cuda or not x.is_floating_point() or not _has_triton():
         return None
-    from fxpar.ops import row_kernels
+    from fxpar.experts.operators import row_kernels
 
     return row_kernels
 

@@ -8,9 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpar.ops.capacity_indices import dispatch_indices
-from fxpar.ops.grouped import grouped_linear, grouped_outer, swiglu_gradient, swiglu_rows
-from fxpar.ops.permute import dot_rows, moe_combine, moe_permute, moe_unpermute, sort_by_expert, take_weighed
+from fxpar.experts.operators.capacity_indices import dispatch_indices
+from fxpar.experts.operators.grouped import grouped_linear, grouped_outer, swiglu_gradient, swiglu_rows
+from fxpar.experts.operators.permute import (
+    dot_rows,
+    moe_combine,
+    moe_permute,
+    moe_unpermute,
+    sort_by_expert,
+    take_weighed,
+)
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from fxpar.errors import InputError
-from fxpar.ops.grouped import expand_by_expert, grouped_linear, halves, swiglu_rows
-from fxpar.ops.permute import moe_combine, moe_permute, sort_by_expert
+from fxpar.experts.operators.grouped import expand_by_expert, grouped_linear, halves, swiglu_rows
+from fxpar.experts.operators.permute import moe_combine, moe_permute, sort_by_expert
 
 
 def swiglu(*inner: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ def sum_type(*operands: Tensor) -> tl.dtype:
 
 
 def take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch.dtype, fill: bool) -> Tensor:
-    """Rows `order // k` of x, times the weights of their pairs; see `_take` of `fxpar.ops.permute`.
+    """Rows `order // k` of x, times the weights of their pairs; see `_take` of `fxpar.experts.operators.permute`.
 
     Args:
         x: [g, T, h].
@@ -176,7 +176,7 @@ def take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch.
 
 
 def put(y: Tensor, weights: Tensor | None, places: Tensor, dtype: torch.dtype) -> Tensor:
-    """For each token the sum of its rows, times their weights; see `_put` of `fxpar.ops.permute`.
+    """For each token the sum of its rows, times their weights; see `_put` of `fxpar.experts.operators.permute`.
 
     Args:
         y: [g, M, h].
@@ -196,7 +196,7 @@ def put(y: Tensor, weights: Tensor | None, places: Tensor, dtype: torch.dtype) -
 
 
 def dots(x: Tensor, y: Tensor, order: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-    """For each pair the product of its row with its token, [g, T, k]; see `_dots` of `fxpar.ops.permute`.
+    """For each pair the product of its row with its token, [g, T, k]; see `_dots` of `fxpar.experts.operators.permute`.
 
     Args:
         x: [g, T, h].

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.compile import compile_step
-from fxpar.ops import permute
-from fxpar.ops.grouped import grouped_linear, swiglu_gradient, swiglu_rows
+from fxpar.experts.operators import permute
+from fxpar.experts.operators.grouped import grouped_linear, swiglu_gradient, swiglu_rows
+from fxpar.experts.operators.permute import moe_permute, take_weighed
 from fxpar.ops.lower import leave_unread, lower
-from fxpar.ops.permute import moe_permute, take_weighed
 from fxpar.ops.process_group import Group
 from fxpar.plan.option_groups import Experts, Recompute
 from fxpar.plan.plan import Plan

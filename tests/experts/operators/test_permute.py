@@ -11,9 +11,23 @@ from torch.nn import functional
 
 import fxpar
 from fxpar.errors import InputError
+from fxpar.experts.operators.grouped import (
+    _masks,
+    _runs,
+    expand_by_expert,
+    grouped_linear,
+    grouped_outer,
+    sum_by_expert,
+)
+from fxpar.experts.operators.permute import (
+    dot_rows,
+    moe_combine,
+    moe_permute,
+    moe_unpermute,
+    sort_by_expert,
+    take_weighed,
+)
 from fxpar.ir.program import output_layouts
-from fxpar.ops.grouped import _masks, _runs, expand_by_expert, grouped_linear, grouped_outer, sum_by_expert
-from fxpar.ops.permute import dot_rows, moe_combine, moe_permute, moe_unpermute, sort_by_expert, take_weighed
 from fxpar.plan.plan import Plan
 from fxpar.verification import verify
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fxpar.experts.operators import permute
+from fxpar.experts.operators.permute import nobodys, promoted, row_kernels_for
 from fxpar.layout.symbolic_sizes import Size
 from fxpar.layout.symbolic_sizes import product as multiplied
-from fxpar.ops import permute
 from fxpar.ops.operator import Autograd, PaddingRows, torch_operator
-from fxpar.ops.permute import nobodys, promoted, row_kernels_for
 from fxpar.signatures.engine import Labelling, Labels, Rule
 from fxpar.signatures.matmul import formula
 from fxpar.signatures.op_call import OpCall
@@ -446,7 +446,7 @@ def swiglu_rows(x: Tensor, counts: Tensor, fill: bool = True) -> Tensor:
     """
     module = row_kernels_for(x)
     if module is not None:
-        from fxpar.ops import row_kernels
+        from fxpar.experts.operators import row_kernels
 
         gated = row_kernels.gate(_flat_groups(x, 3), counts.sum(-1).view(-1), fill)
         return gated.view(*x.shape[:-2], x.shape[-1])
@@ -494,7 +494,7 @@ def swiglu_gradient(gradient: Tensor, x: Tensor, counts: Tensor, fill: bool = Tr
     """
     module = row_kernels_for(x)
     if module is not None:
-        from fxpar.ops import row_kernels
+        from fxpar.experts.operators import row_kernels
 
         row_counts = counts.sum(-1).view(-1)
         return row_kernels.gate_backward(_flat_groups(gradient, 2), _flat_groups(x, 3), row_counts, fill).view(x.shape)
