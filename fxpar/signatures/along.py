@@ -12,11 +12,11 @@ from collections.abc import Callable
 from fxpar.layout.layout import Placement
 from fxpar.layout.nesting import through_view
 from fxpar.layout.symbolic_sizes import Size
-from fxpar.signatures.engine import Labelling, Labels, Refusal, Rule, Signature
+from fxpar.signatures.engine import Labelling, Labels, Refusal, Rule, Signature, by_overload, numbered
 from fxpar.signatures.indexing import ignoring
 from fxpar.signatures.op_call import RESAMPLED, OpCall
 from fxpar.signatures.pointwise import broadcast
-from fxpar.signatures.views import numbered, wrap
+from fxpar.signatures.views import along, mixed, wrap
 
 _SELF = (("self",),)
 _GRADIENT = (("grad_output",),)
@@ -30,43 +30,6 @@ def space_of(name: str) -> int:
     return next(count for ending, count in _SPACES.items() if ending in name)
 
 
-def _behind(count: int) -> Callable[[OpCall], Labelling | Refusal]:
-    """The last dimensions of all operands and results are mixed, those in front are apart."""
-
-    def labels(call: OpCall) -> Labelling | Refusal:
-        def apart(rank: int) -> Labels:
-            return (*numbered(rank - count), *(None,) * count)
-
-        ins, outs = (tuple(apart(len(kind.shape)) for kind in kinds) for kinds in (call.operands, call.outputs))
-        return Labelling(ins, outs)
-
-    return labels
-
-
-def _along(*names: str) -> Callable[[OpCall], Labelling | Refusal]:
-    """All operands are aligned with the result, broadcast to it, and the dimensions that arguments name are whole."""
-
-    def labels(call: OpCall) -> Labelling | Refusal:
-        out = call.outputs[0].shape
-        out_labels = numbered(len(out))
-        for name in names:
-            dims = call.get(name)
-            for dim in dims if isinstance(dims, (list, tuple)) else [dims]:
-                if out_labels and dim is not None:
-                    out_labels[wrap(dim, len(out_labels))] = None
-        ins = tuple(broadcast(kind.shape, out, tuple(out_labels)) for kind in call.operands)
-        return Labelling(ins, tuple(tuple(out_labels) for _ in call.outputs))
-
-    return labels
-
-
-def _resized(call: OpCall) -> Labelling | Refusal:
-    """A dimension gets another length in the result (glu, quantiles of a row): it is whole in both."""
-    labels = numbered(len(call.operands[0].shape))
-    labels[wrap(call.get("dim", -1), len(labels))] = None
-    return Labelling((tuple(labels),) * len(call.operands), tuple(tuple(labels) for _ in call.outputs))
-
-
 def _one_apart(call: OpCall) -> Labelling | Refusal:
     """Slices along `dim` are apart, and whole in all other dimensions (renorm)."""
     rank = len(call.operands[0].shape)
@@ -77,11 +40,8 @@ def _one_apart(call: OpCall) -> Labelling | Refusal:
 
 def _unfold(call: OpCall) -> Labelling | Refusal:
     """Windows along a dimension, whose elements are a new last one."""
-    rank = len(call.operands[0].shape)
-    labels = numbered(rank)
-    if labels:
-        labels[wrap(call.get("dimension"), rank)] = None
-    return Labelling((tuple(labels),), ((*labels[: max(rank, 1)], None) if labels else (None,),))
+    labels = numbered(len(call.operands[0].shape), call.get("dimension"))
+    return Labelling((labels,), ((*labels, None),))
 
 
 def _repeat_interleave(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
@@ -104,26 +64,29 @@ def _searched(call: OpCall) -> Labelling | Refusal:
     if "self" not in known:  # a number is looked up
         return Refusal("a number is looked up in all of it")
     apart, row = numbered(len(known["self"].shape)), len(known["sorted_sequence"].shape)
-    lead = [] if row == 1 else apart[:-1]
-    labels: dict[str, Labels] = {"self": tuple(apart), **dict.fromkeys(("sorted_sequence", "sorter"), (*lead, None))}
+    lead = () if row == 1 else apart[:-1]
+    labels: dict[str, Labels] = {"self": apart, **dict.fromkeys(("sorted_sequence", "sorter"), (*lead, None))}
     return Labelling(tuple(labels[name] for name in call.names), (labels["self"],))
 
 
 def _bucketize(call: OpCall) -> Labelling | Refusal:
-    labels = tuple(numbered(len(call.operands[0].shape)))
+    labels = numbered(len(call.operands[0].shape))
     return Labelling((labels, (None,)), (labels,))
 
 
 def _is_in(call: OpCall) -> Labelling | Refusal:
     """Each element is looked up among all test elements."""
     known = dict(zip(call.names, call.operands, strict=True))
-    labels = tuple(numbered(len(call.outputs[0].shape)))
+    labels = numbered(len(call.outputs[0].shape))
     ins = tuple(labels if name == "elements" else (None,) * len(known[name].shape) for name in call.names)
     return Labelling(ins, (labels,))
 
 
 def _matrices(call: OpCall) -> Labelling | Refusal:
-    """One operand, of matrices: the dimensions in front are apart, in results of any rank."""
+    """One operand, of matrices: the dimensions in front are apart, in results of any rank.
+
+    Other factorings have no rule, for their backward writes into diagonals and unpacks them.
+    """
     lead = numbered(len(call.operands[0].shape) - 2)
     outs = tuple((*lead, *(None,) * (len(kind.shape) - len(lead))) for kind in call.outputs)
     if any(
@@ -141,7 +104,7 @@ def _triangular(call: OpCall) -> Labelling | Refusal:
     sides: Labels = (None, "c") if call.get("left", True) else ("c", None)
 
     def spread(shape: tuple[Size, ...], ends: Labels) -> Labels:
-        return (*broadcast(shape[:-2], out[:-2], tuple(lead)), *ends)
+        return (*broadcast(shape[:-2], out[:-2], lead), *ends)
 
     return Labelling((spread(matrix.shape, (None, None)), spread(right.shape, sides)), ((*lead, *sides),))
 
@@ -151,13 +114,13 @@ def _distances(call: OpCall) -> Labelling | Refusal:
     out = call.outputs[0].shape
     if any(kind.shape[:-2] != out[:-2] for kind in call.operands):
         return Refusal("distances of rows that are broadcast have no rule for shards")
-    lead = tuple(numbered(len(out) - 2))
+    lead = numbered(len(out) - 2)
     return Labelling(((*lead, "p", None), (*lead, "r", None)), ((*lead, "p", "r"),))
 
 
 def _distances_backward(call: OpCall) -> Labelling | Refusal:
     """`… p r, … p _, … r _, … p r -> … p _`: each row gets a sum over those that it was compared with."""
-    lead = tuple(numbered(len(call.outputs[0].shape) - 2))
+    lead = numbered(len(call.outputs[0].shape) - 2)
     if any(kind.shape[:-2] != call.outputs[0].shape[:-2] for kind in call.operands):
         return Refusal("distances of rows that are broadcast have no rule for shards")
     pairs, rows, others = (*lead, "p", "r"), (*lead, "p", None), (*lead, "r", None)
@@ -204,12 +167,9 @@ def _instance_norm(call: OpCall) -> Labelling | Refusal:
 def _scatter_reduce(call: OpCall) -> Labelling | Refusal:
     """`dim` stays whole, as of `scatter`; the others go along where all operands have them whole."""
     shapes = [kind.shape for kind in call.operands]
-    all_labels = numbered(len(shapes[0]))
-    dim = int(call.get("dim")) % max(len(all_labels), 1)
-    labels = tuple(
-        None if i == dim or any(shape[i] != shapes[0][i] for shape in shapes) else label
-        for i, label in enumerate(all_labels)
-    )
+    rank = len(shapes[0])
+    uneven = (i for i in range(rank) if any(shape[i] != shapes[0][i] for shape in shapes))
+    labels = numbered(rank, call.get("dim"), *uneven)
     return Labelling((labels,) * len(shapes), (labels,))
 
 
@@ -221,56 +181,43 @@ def _pooling() -> dict[str, Rule]:
     """Pooling and resampling, with their gradients."""
     rules: dict[str, Rule] = {}
     for name in ("avg_pool2d", "avg_pool3d", "_adaptive_avg_pool3d"):
-        rules[name] = Rule(_behind(space_of(name)), _SELF)
-        rules[f"{name}_backward"] = ignoring(_unread("self"), Rule(_behind(space_of(name)), _GRADIENT))
+        rules[name] = Rule(mixed(space_of(name)), _SELF)
+        rules[f"{name}_backward"] = ignoring(_unread("self"), Rule(mixed(space_of(name)), _GRADIENT))
     for name in ("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d"):
-        rules[name] = Rule(_behind(space_of(name)))
-        rules[f"{name}_backward"] = ignoring(_unread("self"), Rule(_behind(space_of(name)), _GRADIENT))
+        rules[name] = Rule(mixed(space_of(name)))
+        rules[f"{name}_backward"] = ignoring(_unread("self"), Rule(mixed(space_of(name)), _GRADIENT))
     for name in RESAMPLED:
-        rules[name] = Rule(_behind(space_of(name)), _SELF)
-        rules[f"{name}.vec"] = Rule(_behind(space_of(name)), (("input",),))
-        rules[f"{name}_backward"] = Rule(_behind(space_of(name)), _GRADIENT)
+        rules[name] = Rule(mixed(space_of(name)), _SELF)
+        rules[f"{name}.vec"] = Rule(mixed(space_of(name)), (("input",),))
+        rules[f"{name}_backward"] = Rule(mixed(space_of(name)), _GRADIENT)
     for name in ("grid_sampler_2d", "grid_sampler_3d"):
         rules[name] = Rule(_sampled, (("input",),))
         rules[f"{name}_backward"] = Rule(_sampled_backward, _GRADIENT)
     return rules
 
 
-# Of which the backward has rules too. Of other factorings it writes into diagonals and unpacks them.
-_MATRICES = "linalg_inv linalg_inv_ex linalg_cholesky linalg_cholesky_ex cholesky_inverse".split()
-
-
-def _algebra() -> dict[str, Rule]:
-    """Matrices of a batch, and distances between their rows."""
-    rules = {name: Rule(_matrices) for name in _MATRICES}
-    return rules | {
-        "linalg_solve_triangular": Rule(_triangular, (("B",),)),
-        "linalg_cross": Rule(_along("dim"), (("self",), ("other",))),
-        "_cdist_forward": Rule(_distances),
-        "_euclidean_dist": Rule(_distances),
-        "_cdist_backward": Rule(_distances_backward, (("grad",),)),
-    }
-
-
 def along_rules() -> dict[str, Rule]:
     """Rules by `aten` overload name."""
-    keeping = Rule(_along("dim", "dims"))
-    names = {
-        **_pooling(),
-        **_algebra(),
-        **dict.fromkeys(("cummax", "cummin", "argsort", "argsort.stable", "sort.stable"), keeping),
-        "rot90": Rule(_along("dims"), _SELF),
-        "renorm": Rule(_one_apart),
-        "glu": Rule(_resized),
-        "glu_backward": Rule(_resized, _GRADIENT),
-        "unfold": Rule(_unfold, _SELF),
-        "repeat_interleave.self_int": Rule(partial=_SELF, seed=_repeat_interleave),
-        "searchsorted.Tensor": Rule(_searched),
-        "bucketize.Tensor": Rule(_bucketize),
-        "isin.Tensor_Tensor": Rule(_is_in),
-        "im2col": Rule(_columns, _SELF),
-        "col2im": Rule(_columns, _SELF),
-        "instance_norm": Rule(_instance_norm),
-        "scatter_reduce.two": Rule(_scatter_reduce),
-    }
-    return {f"aten.{name if '.' in name else f'{name}.default'}": rule for name, rule in names.items()}
+    return by_overload(
+        {
+            **_pooling(),
+            "linalg_inv linalg_inv_ex linalg_cholesky linalg_cholesky_ex cholesky_inverse": Rule(_matrices),
+            "linalg_solve_triangular": Rule(_triangular, (("B",),)),
+            "linalg_cross": Rule(along, (("self",), ("other",))),
+            "_cdist_forward _euclidean_dist": Rule(_distances),
+            "_cdist_backward": Rule(_distances_backward, (("grad",),)),
+            "cummax cummin argsort argsort.stable sort.stable": Rule(along),
+            "rot90": Rule(along, _SELF),
+            "renorm": Rule(_one_apart),
+            "glu": Rule(along),
+            "glu_backward": Rule(along, _GRADIENT),
+            "unfold": Rule(_unfold, _SELF),
+            "repeat_interleave.self_int": Rule(partial=_SELF, seed=_repeat_interleave),
+            "searchsorted.Tensor": Rule(_searched),
+            "bucketize.Tensor": Rule(_bucketize),
+            "isin.Tensor_Tensor": Rule(_is_in),
+            "im2col col2im": Rule(_columns, _SELF),
+            "instance_norm": Rule(_instance_norm),
+            "scatter_reduce.two": Rule(_scatter_reduce),
+        }
+    )

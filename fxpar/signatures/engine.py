@@ -6,8 +6,9 @@ of each output, or the signature that the one asks for; a refusal with its reaso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -316,6 +317,12 @@ class Signature:
 Labels = tuple[str | None, ...]
 
 
+def numbered(rank: int, *whole: int) -> Labels:
+    """Returns a label for each dimension, and none for those that stay whole, counted from either end."""
+    dims = {dim % rank for dim in whole} if rank else set()
+    return tuple(None if dim in dims else f"d{dim}" for dim in range(rank))
+
+
 @dataclass(frozen=True)
 class Labelling:
     """A label for each dimension of each operand and output (None: cannot be sharded); `summed` yield partials."""
@@ -352,3 +359,16 @@ class Rule:
     padding: tuple[str, ...] = ()
     zeros: bool = False
     summands: tuple[str, ...] = ()
+
+
+_T = TypeVar("_T")
+
+
+def by_overload(entries: Mapping[str, _T]) -> dict[str, _T]:
+    """Returns entries by the full names of overloads of aten.
+
+    Args:
+        entries: by one name or several with blanks between them; one without a dot is that of the default overload.
+    """
+    by_name = {name: entry for names, entry in entries.items() for name in names.split()}
+    return {f"aten.{name if '.' in name else f'{name}.default'}": entry for name, entry in by_name.items()}

@@ -12,10 +12,11 @@ import torch
 
 from fxpar.layout.layout import P, Placement, R
 from fxpar.layout.symbolic_sizes import Size
-from fxpar.signatures.engine import Labelling, Labels, Refusal, Rule
+from fxpar.signatures.engine import Labelling, Labels, Refusal, Rule, by_overload, numbered
 from fxpar.signatures.indexing import ignoring, scattering_rules
 from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import broadcast, pointwise_labels
+from fxpar.signatures.views import along
 
 # Element-wise, with the name of the gradient; the values beside it may be those of padding.
 _POINTWISE = """
@@ -25,9 +26,7 @@ hardshrink_backward logit_backward log_sigmoid_backward native_dropout_backward
 """.split()
 _UNBOUNDED = ("logit_backward",)  # infinite, or none, of what padding may be
 _GRADIENT_NAMES = ("grad_output", "grad_out", "grad")
-_LOSSES = """
-mse_loss_backward smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward soft_margin_loss_backward
-""".split()
+_LOSSES = "mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward"
 
 
 def _gradient_name(name: str) -> str:
@@ -38,26 +37,6 @@ def _gradient_name(name: str) -> str:
 
 def _rank(call: OpCall, index: int = 0) -> int:
     return len(call.operands[index].shape)
-
-
-def _numbered(rank: int) -> list[str | None]:
-    return [f"d{i}" for i in range(rank)]
-
-
-def _keeping_dim(call: OpCall) -> Labelling | Refusal:
-    """Gradient and result of what runs over one dimension, which stays whole."""
-    labels = _numbered(_rank(call))
-    if labels:
-        labels[int(call.get("dim")) % len(labels)] = None
-    return Labelling((tuple(labels),) * 2, (tuple(labels),))
-
-
-def _keeping_dim_of_one(call: OpCall) -> Labelling | Refusal:
-    """What runs over one dimension of one operand, which stays whole."""
-    labels = _numbered(_rank(call))
-    if labels:
-        labels[int(call.get("dim")) % len(labels)] = None
-    return Labelling((tuple(labels),), (tuple(labels),))
 
 
 def _trilinear(call: OpCall) -> Labelling | Refusal:
@@ -82,15 +61,15 @@ def _trilinear(call: OpCall) -> Labelling | Refusal:
 def _layer_norm_backward(call: OpCall) -> Labelling | Refusal:
     """Rows are apart, and summed in the gradients of weight and bias."""
     rank, normalized = _rank(call), len(call.get("normalized_shape"))
-    rows: Labels = tuple(f"d{i}" for i in range(rank - normalized))
+    rows = numbered(rank - normalized)
     full: Labels = (*rows, *(None,) * normalized)
-    statistics: Labels = (*rows, *(None,) * normalized)
-    known = {"grad_out": full, "input": full, "mean": statistics, "rstd": statistics}
-    ins = tuple(known.get(name, (None,) * len(k.shape)) for name, k in zip(call.names, call.operands, strict=True))
+    of_rows = ("grad_out", "input", "mean", "rstd")
+    pairs = zip(call.names, call.operands, strict=True)
+    ins = tuple(full if name in of_rows else (None,) * len(kind.shape) for name, kind in pairs)
     # Without elements where it is not asked for: then there are no rows of it.
     first = full if call.get("output_mask")[0] else (None,) * len(call.outputs[0].shape)
     outs = (first, *((None,) * len(kind.shape) for kind in call.outputs[1:]))
-    return Labelling(ins, outs, frozenset(label for label in rows if label is not None))
+    return Labelling(ins, outs, frozenset(filter(None, rows)))
 
 
 def _batch_norm_backward(call: OpCall) -> Labelling | Refusal:
@@ -107,10 +86,10 @@ def _batch_norm_backward(call: OpCall) -> Labelling | Refusal:
 
 def _embedding_backward(call: OpCall) -> Labelling | Refusal:
     """`… h, … -> _ h`, the words summed."""
-    lead: Labels = tuple(f"d{i}" for i in range(_rank(call, 1)))
+    lead = numbered(_rank(call, 1))
     if call.get("scale_grad_by_freq"):
         lead = (None,) * len(lead)
-    return Labelling(((*lead, "h"), lead), ((None, "h"),), frozenset(label for label in lead if label is not None))
+    return Labelling(((*lead, "h"), lead), ((None, "h"),), frozenset(filter(None, lead)))
 
 
 def _nll_labels(call: OpCall) -> tuple[dict[str, Labels], Labels] | Refusal:
@@ -118,7 +97,7 @@ def _nll_labels(call: OpCall) -> tuple[dict[str, Labels], Labels] | Refusal:
     shape = call.operands[call.names.index("self")].shape
     if len(shape) < 2:
         return Refusal("a loss without a batch dimension needs whole operands")
-    rows: Labels = ("n", *(f"d{i}" for i in range(len(shape) - 2)))
+    rows: Labels = ("n", *numbered(len(shape) - 2))
     if call.get("reduction", 1) == 1:
         rows = (None,) * len(rows)
     return {"self": (rows[0], None, *rows[1:]), "target": rows, "weight": (None,), "total_weight": ()}, rows
@@ -131,7 +110,7 @@ def _nll_forward(call: OpCall) -> Labelling | Refusal:
         return labels
     known, rows = labels
     outs: tuple[Labels, ...] = (rows if call.outputs[0].shape else (), ())
-    return Labelling(tuple(known[name] for name in call.names), outs, frozenset(r for r in rows if r is not None))
+    return Labelling(tuple(known[name] for name in call.names), outs, frozenset(filter(None, rows)))
 
 
 def _nll_backward(call: OpCall) -> Labelling | Refusal:
@@ -172,39 +151,32 @@ def _loss_backward(call: OpCall) -> Labelling | Refusal:
     if call.get("reduction", 1) == 1:
         return Refusal("a mean divides by the size of the whole: it needs whole operands")
     shape = call.outputs[0].shape
-    return Labelling(tuple(broadcast(kind.shape, shape) for kind in call.operands), (tuple(_numbered(len(shape))),))
+    return Labelling(tuple(broadcast(kind.shape, shape) for kind in call.operands), (numbered(len(shape)),))
 
 
 def gradient_rules() -> dict[str, Rule]:
     """Rules by `aten` overload name."""
-    rules: dict[str, Rule] = {}
+    gradient = (("grad_output",),)
+    pointwise: dict[str, Rule] = {}
     for name in _POINTWISE:
         schema = getattr(torch.ops.aten, name).default._schema
         tensors = tuple(argument.name for argument in schema.arguments)
         padding = () if name in _UNBOUNDED else tensors
-        rules[f"aten.{name}.default"] = Rule(pointwise_labels, ((_gradient_name(name),),), padding=padding)
-    for name in _LOSSES:
-        rules[f"aten.{name}.default"] = Rule(_loss_backward, (("grad_output",),))
-    for name in ("_softmax_backward_data", "_log_softmax_backward_data"):
-        rules[f"aten.{name}.default"] = Rule(_keeping_dim, (("grad_output",),))
-    for name in ("nll_loss_forward", "nll_loss2d_forward"):
-        rules[f"aten.{name}.default"] = Rule(_nll_forward, check=_nll_partial)
-    for name in ("nll_loss_backward", "nll_loss2d_backward"):
-        rules[f"aten.{name}.default"] = ignoring(_nll_unread, Rule(_nll_backward, (("grad_output",),)))
-    return {
-        **rules,
-        **scattering_rules(),
-        "aten.native_layer_norm_backward.default": Rule(
-            _layer_norm_backward, (("grad_out",),), check=_norm_backward_partial
-        ),
-        "aten.native_batch_norm_backward.default": Rule(
-            _batch_norm_backward, (("grad_out",),), check=_norm_backward_partial
-        ),
-        "aten.log_sigmoid_forward.default": Rule(pointwise_labels),
-        "aten._prelu_kernel.default": Rule(pointwise_labels),
-        "aten._prelu_kernel_backward.default": Rule(pointwise_labels, (("grad_output",),)),
-        "aten._trilinear.default": Rule(_trilinear, (("i1",), ("i2",), ("i3",))),
-        "aten.cumprod.default": Rule(_keeping_dim_of_one),
-        "aten.binary_cross_entropy_backward.default": Rule(_loss_backward, (("grad_output",), ("weight?",))),
-        "aten.embedding_dense_backward.default": Rule(_embedding_backward, (("grad_output",),)),
-    }
+        pointwise[name] = Rule(pointwise_labels, ((_gradient_name(name),),), padding=padding)
+    return scattering_rules() | by_overload(
+        {
+            **pointwise,
+            _LOSSES: Rule(_loss_backward, gradient),
+            "binary_cross_entropy_backward": Rule(_loss_backward, (("grad_output",), ("weight?",))),
+            "_softmax_backward_data _log_softmax_backward_data": Rule(along, gradient),
+            "nll_loss_forward nll_loss2d_forward": Rule(_nll_forward, check=_nll_partial),
+            "nll_loss_backward nll_loss2d_backward": ignoring(_nll_unread, Rule(_nll_backward, gradient)),
+            "native_layer_norm_backward": Rule(_layer_norm_backward, (("grad_out",),), check=_norm_backward_partial),
+            "native_batch_norm_backward": Rule(_batch_norm_backward, (("grad_out",),), check=_norm_backward_partial),
+            "log_sigmoid_forward _prelu_kernel": Rule(pointwise_labels),
+            "_prelu_kernel_backward": Rule(pointwise_labels, gradient),
+            "_trilinear": Rule(_trilinear, (("i1",), ("i2",), ("i3",))),
+            "cumprod": Rule(along),
+            "embedding_dense_backward": Rule(_embedding_backward, gradient),
+        }
+    )

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from fxpar.layout.layout import P, Placement, R
 from fxpar.layout.symbolic_sizes import Size
-from fxpar.signatures.engine import Labelling, Labels, Refusal, Rule, infer
+from fxpar.signatures.engine import Labelling, Labels, Refusal, Rule, by_overload, infer, numbered
 from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import broadcast
-from fxpar.signatures.views import numbered, wrap
+from fxpar.signatures.views import mixed, wrap
 
 _SELF = (("self",),)
 
@@ -25,16 +25,12 @@ def _index(call: OpCall) -> Labelling | Refusal:
     indices = call.operands[1:]
     if any(kind.dtype.is_floating_point or str(kind.dtype) == "torch.bool" for kind in indices):
         return Refusal("a boolean index has a result of unknown size")
-    shape, out = call.operands[0].shape, call.outputs[0].shape
-    width = len(out) - (len(shape) - len(places))
-    first, count = places[0], len(places)
-    labels: Labels = tuple(
-        None if first <= i < first + count else (f"d{i}" if i < first else f"d{i - count + width}")
-        for i in range(len(shape))
-    )
-    spread = tuple(f"d{first + i}" for i in range(width))
-    taken = out[first : first + width]
-    return Labelling((labels, *(broadcast(k.shape, taken, spread) for k in indices)), (tuple(numbered(len(out))),))
+    out, first, count = call.outputs[0].shape, places[0], len(places)
+    width = len(out) - len(call.operands[0].shape) + count
+    result, behind = numbered(len(out)), first + width
+    labels = (*result[:first], *(None,) * count, *result[behind:])
+    spread, taken = result[first:behind], out[first:behind]
+    return Labelling((labels, *(broadcast(k.shape, taken, spread) for k in indices)), (result,))
 
 
 def _gather(call: OpCall) -> Labelling | Refusal:
@@ -51,35 +47,34 @@ def _embedding(call: OpCall) -> Labelling | Refusal:
     """`_ h, i… -> i… h`; cutting the vocabulary needs masks and belongs to a composite operator."""
     lead = numbered(len(call.operands[1].shape))
     if call.get("scale_grad_by_freq"):  # the gradient is divided by counts over all indices
-        return Labelling(((None, "h"), (None,) * len(lead)), ((*(None for _ in lead), "h"),))
-    return Labelling(((None, "h"), tuple(lead)), ((*lead, "h"),))
+        lead = (None,) * len(lead)
+    return Labelling(((None, "h"), lead), ((*lead, "h"),))
 
 
 def _index_select(call: OpCall) -> Labelling | Refusal:
-    labels = numbered(len(call.operands[0].shape))
-    dim = wrap(call.get("dim", 0), len(labels))
-    source = [None if i == dim else label for i, label in enumerate(labels)]
-    return Labelling((tuple(source), (labels[dim],)), (tuple(labels),))
+    labels, dim = numbered(len(call.operands[0].shape)), call.get("dim", 0)
+    return Labelling((numbered(len(labels), dim), (labels[dim],)), (labels,))
 
 
 def _one_hot(call: OpCall) -> Labelling | Refusal:
     """`... -> ... _`; without a number of classes that is how large the largest index is, of the whole."""
     if int(call.get("num_classes", -1)) < 0:
         return Refusal("the number of classes is read off all indices")
-    labels = tuple(numbered(len(call.operands[0].shape)))
+    labels = numbered(len(call.operands[0].shape))
     return Labelling((labels,), ((*labels, None),))
 
 
 def indexing_rules() -> dict[str, Rule]:
     """Rules by `aten` overload name."""
-    return {
-        "aten.index.Tensor": Rule(_index, _SELF, padding=("self",)),
-        "aten._unsafe_index.Tensor": Rule(_index, _SELF, padding=("self",)),
-        "aten.gather.default": Rule(_gather, _SELF),
-        "aten.one_hot.default": Rule(_one_hot),
-        "aten.index_select.default": Rule(_index_select, _SELF),
-        "aten.embedding.default": Rule(_embedding, (("weight",),)),
-    }
+    return by_overload(
+        {
+            "index.Tensor _unsafe_index.Tensor": Rule(_index, _SELF, padding=("self",)),
+            "gather": Rule(_gather, _SELF),
+            "one_hot": Rule(_one_hot),
+            "index_select": Rule(_index_select, _SELF),
+            "embedding": Rule(_embedding, (("weight",),)),
+        }
+    )
 
 
 _Check = Callable[[OpCall, Sequence[Placement]], tuple[Placement, ...] | Refusal | None]
@@ -96,10 +91,6 @@ def ignoring(unread: Callable[[OpCall], Sequence[str]], rule: Rule) -> Rule:
         return infer(rule, call, effective, [False] * len(effective))
 
     return replace(rule, check=check)
-
-
-def _numbered(rank: int) -> list[str | None]:
-    return [f"d{i}" for i in range(rank)]
 
 
 def _of_rows(labels: Callable[[OpCall], Labelling | Refusal], rows: Callable[[OpCall], Labels]) -> _Check:
@@ -139,15 +130,14 @@ def _scatter(call: OpCall) -> Labelling | Refusal:
     """
     known = dict(zip(call.names, call.operands, strict=True))
     shapes = [kind.shape for kind in call.operands]
-    labels = _numbered(len(shapes[0]))
-    if not labels:
+    rank = len(shapes[0])
+    if not rank:
         return Labelling(tuple((None,) * len(shape) for shape in shapes), ((),))
-    dim = int(call.get("dim")) % len(labels)
-    whole = [None if i == dim or any(s[i] != shapes[0][i] for s in shapes) else f"d{i}" for i in range(len(labels))]
+    dim = int(call.get("dim")) % rank
+    whole = numbered(rank, dim, *(i for i in range(rank) if any(s[i] != shapes[0][i] for s in shapes)))
     alike = "src" in known and known["index"].shape[dim] == known["src"].shape[dim]
-    moved = [("rows" if alike else None) if i == dim else label for i, label in enumerate(whole)]
-    ins = tuple(tuple(whole if name == "self" else moved) for name in call.names)
-    return Labelling(ins, (tuple(whole),))
+    moved = (*whole[:dim], "rows" if alike else None, *whole[dim + 1 :])
+    return Labelling(tuple(whole if name == "self" else moved for name in call.names), (whole,))
 
 
 def _scatter_in_place_of(call: OpCall) -> Labelling | Refusal:
@@ -165,10 +155,9 @@ def _rows(call: OpCall) -> Labels:
 
 def _index_add(call: OpCall) -> Labelling | Refusal:
     """`dim` gets the rows of `source` at their places."""
-    labels = _numbered(len(call.operands[0].shape))
-    dim = int(call.get("dim")) % max(len(labels), 1)
-    whole = tuple(None if i == dim else label for i, label in enumerate(labels))
-    source = tuple("rows" if i == dim else label for i, label in enumerate(labels))
+    rank, dim = len(call.operands[0].shape), call.get("dim")
+    whole = numbered(rank, dim)
+    source = tuple("rows" if label is None else label for label in whole)
     known: dict[str, Labels] = {"self": whole, "index": ("rows",), "source": source}
     return Labelling(tuple(known[name] for name in call.names), (whole,))
 
@@ -185,13 +174,11 @@ def _index_put(call: OpCall) -> Labelling | Refusal:
     places = [i for i, entry in enumerate(entries) if entry is not None]
     if not call.get("accumulate") or not places or places != list(range(places[0], places[-1] + 1)):
         return Refusal("indices that stand apart, or that replace, have no rule for shards")
-    labels = _numbered(len(call.operands[0].shape))
+    labels = numbered(len(call.operands[0].shape), *places)
     values = call.operands[call.names.index("values")].shape
     if any(kind.dtype.is_floating_point or str(kind.dtype) == "torch.bool" for kind in call.operands[1:-1]):
         return Refusal("a boolean index takes an unknown number of values")
     spread = _index_rows(call)
-    for place in places:
-        labels[place] = None
     shape: tuple[Size, ...] = values[places[0] : places[0] + len(spread)]
     moved: Labels = (*labels[: places[0]], *spread, *labels[places[-1] + 1 :])
     if len(moved) != len(values):
@@ -200,23 +187,12 @@ def _index_put(call: OpCall) -> Labelling | Refusal:
     sizes = (*whole[: places[0]], *shape, *whole[places[-1] + 1 :])
     if values != sizes:
         return Refusal("values that are broadcast have no rule for shards")
-    known = {"self": tuple(labels), "values": moved}
+    known = {"self": labels, "values": moved}
     ins = tuple(
         broadcast(kind.shape, shape, spread) if name == "indices" else known[name]
         for name, kind in zip(call.names, call.operands, strict=True)
     )
-    return Labelling(ins, (tuple(labels),))
-
-
-def _behind(count: int) -> Callable[[OpCall], Labelling | Refusal]:
-    """Gradient and operand of what pools or pads the last dimensions, which stay whole."""
-
-    def labels(call: OpCall) -> Labelling | Refusal:
-        rank = len(call.operands[0].shape)
-        lead: Labels = tuple(f"d{i}" if i < rank - count else None for i in range(rank))
-        return Labelling((lead,) * len(call.operands), (lead,))
-
-    return labels
+    return Labelling(ins, (labels,))
 
 
 def _value_unread(call: OpCall) -> tuple[str, ...]:
@@ -254,7 +230,7 @@ def _convolution_backward(call: OpCall) -> Labelling | Refusal:
     gradients: list[Labels] = [(None,), (None,), (None,)]
     gradients[index] = ins[index + 1]
     outs = gradients if len(call.outputs) == len(gradients) else [gradients[index]]
-    return Labelling(ins, tuple(outs), frozenset(label for label in ("n", o, c) if label))
+    return Labelling(ins, tuple(outs), frozenset(filter(None, ("n", o, c))))
 
 
 def _shape_alone(call: OpCall) -> tuple[str, ...]:
@@ -266,38 +242,34 @@ def _shape_alone(call: OpCall) -> tuple[str, ...]:
 def _diagonal(call: OpCall) -> Labelling | Refusal:
     """The two dimensions of a diagonal stay whole, and so does the last one, which is the diagonal."""
     rank = max(len(kind.shape) for kind in (*call.operands, *call.outputs))
-    across = {int(call.get(name)) % rank for name in ("dim1", "dim2")}
-    wide: Labels = tuple(None if i in across else f"d{i}" for i in range(rank))
-    narrow: Labels = (*(label for i, label in enumerate(wide) if i not in across), None)
+    wide = numbered(rank, call.get("dim1"), call.get("dim2"))
+    narrow: Labels = (*(label for label in wide if label is not None), None)
     is_taken = len(call.operands[0].shape) == rank
     return Labelling((wide,), (narrow,)) if is_taken else Labelling((narrow,), (wide,))
 
 
-_PADDED_BEHIND = {"1d": 1, "2d": 2, "3d": 3}
+def _padding_backward(count: int) -> Rule:
+    return ignoring(_value_unread, Rule(mixed(count), (("grad_output",),)))
 
 
 def scattering_rules() -> dict[str, Rule]:
     """Rules by `aten` overload name."""
-    sums = (("self", "values"),)
-    index_put = Rule(_index_put, sums, check=_of_rows(_index_put, _index_rows))
-    pads = {
-        f"aten.{name}_pad{dims}_backward.default": ignoring(_value_unread, Rule(_behind(count), (("grad_output",),)))
-        for name in ("reflection", "replication")
-        for dims, count in _PADDED_BEHIND.items()
-    }
-    pool = ignoring(_value_unread, Rule(_behind(2), (("grad_output",),)))
     convolution = Rule(_convolution_backward, (("grad_output",), ("input",), ("weight",)))
-    return {
-        **pads,
-        "aten.diagonal.default": Rule(_diagonal, (("self",),)),
-        "aten.diag_embed.default": Rule(_diagonal, (("self",),)),
-        "aten.scatter.src": Rule(_scatter_in_place_of, (("self", "src"),)),
-        "aten.scatter.value": Rule(_scatter_in_place_of),
-        "aten.scatter_add.default": Rule(_scatter, (("self", "src"),), check=_of_rows(_scatter, _rows)),
-        "aten.index_add.default": Rule(_index_add, (("self", "source"),), check=_of_rows(_index_add, _rows)),
-        "aten.index_put.default": index_put,
-        "aten._unsafe_index_put.default": index_put,
-        "aten._adaptive_avg_pool2d_backward.default": pool,
-        "aten.convolution.default": Rule(_convolution, (("input", "bias?"), ("weight", "bias?"))),
-        "aten.convolution_backward.default": ignoring(_shape_alone, convolution),
-    }
+    return by_overload(
+        {
+            "reflection_pad1d_backward replication_pad1d_backward": _padding_backward(1),
+            "reflection_pad2d_backward replication_pad2d_backward": _padding_backward(2),
+            "reflection_pad3d_backward replication_pad3d_backward": _padding_backward(3),
+            "_adaptive_avg_pool2d_backward": _padding_backward(2),
+            "diagonal diag_embed": Rule(_diagonal, _SELF),
+            "scatter.src": Rule(_scatter_in_place_of, (("self", "src"),)),
+            "scatter.value": Rule(_scatter_in_place_of),
+            "scatter_add": Rule(_scatter, (("self", "src"),), check=_of_rows(_scatter, _rows)),
+            "index_add": Rule(_index_add, (("self", "source"),), check=_of_rows(_index_add, _rows)),
+            "index_put _unsafe_index_put": Rule(
+                _index_put, (("self", "values"),), check=_of_rows(_index_put, _index_rows)
+            ),
+            "convolution": Rule(_convolution, (("input", "bias?"), ("weight", "bias?"))),
+            "convolution_backward": ignoring(_shape_alone, convolution),
+        }
+    )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 from fxpar.ir.program import TensorType
 from fxpar.layout.symbolic_sizes import Size
-from fxpar.signatures.engine import Labelling, Labels, Refusal, Rule
+from fxpar.signatures.engine import Labelling, Labels, Refusal, Rule, by_overload, numbered
 from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import broadcast
 
@@ -85,7 +86,7 @@ def matmul_labels(call: OpCall) -> Labelling | Refusal:
     rows: Labels = ("m",) if len(a) > 1 else ()
     columns: Labels = ("n",) if len(b) > 1 else ()
     lead = out[: len(out) - len(rows) - len(columns)]
-    names = tuple(f"d{i}" for i in range(len(lead)))
+    names = numbered(len(lead))
     left = (*broadcast(a[:-2], lead, names), *rows, "k")
     right = (*broadcast(b[:-2], lead, names), "k", *columns)
     return Labelling((left, right), ((*names, *rows, *columns),), frozenset("k"))
@@ -94,7 +95,7 @@ def matmul_labels(call: OpCall) -> Labelling | Refusal:
 def attention_labels(call: OpCall) -> Labelling | Refusal:
     """`… s e, … t e, … t v, mask -> … s v`; the query rows too where no causal mask ties them to the key rows."""
     lead = call.outputs[0].shape[:-2]
-    names = tuple(f"d{i}" for i in range(len(lead)))
+    names = numbered(len(lead))
     rows = None if call.get("is_causal") else "s"
 
     def head(shape: tuple[Size, ...]) -> Labels:  # fewer kv heads than query heads are cut in proportion, one is not
@@ -133,27 +134,26 @@ def matmul_rules() -> dict[str, Rule]:
     """Rules by `aten` overload name."""
     linear = formula("... k, o k, o -> ... o", "input", "weight", "bias")
     either = (("input", "bias?"), ("weight", "bias?"))
-    rules = {
-        "aten.linear.default": Rule(_without("bias", linear), either),
-        "aten.mm.default": Rule(formula("m k, k n -> m n", "self", "mat2"), (("self",), ("mat2",))),
-        "aten.bmm.default": Rule(formula("b m k, b k n -> b m n", "self", "mat2"), (("self",), ("mat2",))),
-        "aten.mv.default": Rule(formula("m k, k -> m", "self", "vec"), (("self",), ("vec",))),
-        "aten.dot.default": Rule(formula("k, k -> ", "self", "tensor"), (("self",), ("tensor",))),
-        "aten.matmul.default": Rule(matmul_labels, (("self",), ("other",))),
-        "aten.addmm.default": Rule(_added("m k, k n -> m n", "mat1", "mat2"), (("self", "mat1"), ("self", "mat2"))),
-        "aten.baddbmm.default": Rule(
-            _added("b m k, b k n -> b m n", "batch1", "batch2"), (("self", "batch1"), ("self", "batch2"))
-        ),
-        "aten.scaled_dot_product_attention.default": Rule(attention_labels, (("value",),)),
-    }
+    added, batched = _added("m k, k n -> m n", "mat1", "mat2"), _added("b m k, b k n -> b m n", "batch1", "batch2")
     # Padded rows and columns of an operand give padded ones of the product, and no
     # others. Padding that is summed is refused by the engine.
-    for key in ("aten.linear.default", "aten.mm.default", "aten.bmm.default", "aten.matmul.default"):
-        rules[key] = replace(rules[key], padding=("weight", "mat2", "other", "self", "input"))
-    for name in ("conv1d", "conv2d", "conv3d"):
-        for overload in ("default", "padding"):
-            rules[f"aten.{name}.{overload}"] = Rule(_without("bias", _convolution), either)
-    return rules
+    padded = partial(Rule, padding=("weight", "mat2", "other", "self", "input"))
+    return by_overload(
+        {
+            "linear": padded(_without("bias", linear), either),
+            "mm": padded(formula("m k, k n -> m n", "self", "mat2"), (("self",), ("mat2",))),
+            "bmm": padded(formula("b m k, b k n -> b m n", "self", "mat2"), (("self",), ("mat2",))),
+            "mv": Rule(formula("m k, k -> m", "self", "vec"), (("self",), ("vec",))),
+            "dot": Rule(formula("k, k -> ", "self", "tensor"), (("self",), ("tensor",))),
+            "matmul": padded(matmul_labels, (("self",), ("other",))),
+            "addmm": Rule(added, (("self", "mat1"), ("self", "mat2"))),
+            "baddbmm": Rule(batched, (("self", "batch1"), ("self", "batch2"))),
+            "scaled_dot_product_attention": Rule(attention_labels, (("value",),)),
+            "conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding": Rule(
+                _without("bias", _convolution), either
+            ),
+        }
+    )
 
 
 Terms = tuple[tuple[str, ...], ...]
@@ -274,7 +274,7 @@ def _inner(call: OpCall) -> Labelling | Refusal:
     first, second = (len(kind.shape) for kind in call.operands)
     if not first or not second:
         out = call.outputs[0].shape
-        names = tuple(f"d{i}" for i in range(len(out)))
+        names = numbered(len(out))
         return Labelling(tuple(broadcast(kind.shape, out) for kind in call.operands), (names,))
     a, b = (tuple(f"{name}{d}" for d in range(rank - 1)) for name, rank in (("a", first), ("b", second)))
     return Labelling(((*a, "k"), (*b, "k")), ((*a, *b),), frozenset("k"))
@@ -286,20 +286,22 @@ def _outer(call: OpCall) -> Labelling | Refusal:
 
 def _bilinear(call: OpCall) -> Labelling | Refusal:
     """`… i, … j, o i j, o -> … o`; with a bias, which is added once, i and j are needed whole."""
-    lead = tuple(f"d{i}" for i in range(len(call.outputs[0].shape) - 1))
+    lead = numbered(len(call.outputs[0].shape) - 1)
     i, j = (None, None) if "bias" in call.names else ("i", "j")
     labels: dict[str, Labels] = {"input1": (*lead, i), "input2": (*lead, j), "weight": ("o", i, j), "bias": ("o",)}
-    summed = frozenset(label for label in (i, j) if label)
+    summed = frozenset(filter(None, (i, j)))
     return Labelling(tuple(labels[name] for name in call.names), ((*lead, "o"),), summed)
 
 
 def contraction_rules() -> dict[str, Rule]:
     """Rules by `aten` overload name."""
     either = (("self",), ("other",))
-    return {
-        "aten.einsum.default": Rule(einsum_labels, (("tensors*",),), padding=("tensors",)),
-        "aten.tensordot.default": Rule(_tensordot, either, padding=("self", "other")),
-        "aten.inner.default": Rule(_inner, either, padding=("self", "other")),
-        "aten.outer.default": Rule(_outer, (("self",), ("vec2",)), padding=("self", "vec2")),
-        "aten.bilinear.default": Rule(_bilinear, (("input1", "bias?"), ("input2", "bias?"), ("weight", "bias?"))),
-    }
+    return by_overload(
+        {
+            "einsum": Rule(einsum_labels, (("tensors*",),), padding=("tensors",)),
+            "tensordot": Rule(_tensordot, either, padding=("self", "other")),
+            "inner": Rule(_inner, either, padding=("self", "other")),
+            "outer": Rule(_outer, (("self",), ("vec2",)), padding=("self", "vec2")),
+            "bilinear": Rule(_bilinear, (("input1", "bias?"), ("input2", "bias?"), ("weight", "bias?"))),
+        }
+    )

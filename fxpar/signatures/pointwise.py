@@ -13,13 +13,13 @@ from torch import fx
 
 from fxpar.layout.layout import P, Placement, R
 from fxpar.layout.symbolic_sizes import Size
-from fxpar.signatures.engine import Labelling, Labels, Refusal, Rule, Signature, seed_signature
+from fxpar.signatures.engine import Labelling, Labels, Refusal, Rule, Signature, by_overload, numbered, seed_signature
 from fxpar.signatures.op_call import OpCall, bind_arguments
 
 
 def broadcast(shape: tuple[Size, ...], out: tuple[Size, ...], labels: Labels | None = None) -> Labels:
     """Labels of an operand that is broadcast to `out`: none where it has size 1 and the output has not."""
-    names = labels if labels is not None else tuple(f"d{i}" for i in range(len(out)))
+    names = labels if labels is not None else numbered(len(out))
     offset = len(out) - len(shape)
     return tuple(names[offset + i] if size != 1 or out[offset + i] == 1 else None for i, size in enumerate(shape))
 
@@ -27,7 +27,7 @@ def broadcast(shape: tuple[Size, ...], out: tuple[Size, ...], labels: Labels | N
 def pointwise_labels(call: OpCall) -> Labelling | Refusal:
     """`d0 d1 …, … -> d0 d1 …`."""
     out = call.outputs[0].shape
-    names = tuple(f"d{i}" for i in range(len(out)))
+    names = numbered(len(out))
     if any(len(kind.shape) > len(out) for kind in call.operands):
         return Refusal("an operand has more dimensions than the result")
     return Labelling(tuple(broadcast(k.shape, out) for k in call.operands), tuple(names for _ in call.outputs))
@@ -78,7 +78,7 @@ log_sigmoid logical_not logit mish reciprocal relu relu6 round rsqrt selu sgn si
 softplus softshrink sqrt square tan tanh threshold trunc
 digamma i0 isneginf isposinf lgamma polygamma signbit sinc special_entr special_erfcx special_i0e special_i1
 special_i1e special_log_ndtr special_ndtri
-""".split()
+"""
 
 _BINARY = """
 add.Scalar atan2 bitwise_and.Scalar bitwise_and.Tensor bitwise_or.Scalar bitwise_or.Tensor bitwise_xor.Tensor
@@ -89,80 +89,50 @@ copysign.Scalar copysign.Tensor fmax fmin heaviside hypot logaddexp logaddexp2 n
 clamp_min.Tensor special_zeta
 lt.Scalar lt.Tensor max.other maximum min.other minimum ne.Scalar ne.Tensor nan_to_num pow.Scalar pow.Tensor_Scalar
 pow.Tensor_Tensor remainder.Scalar remainder.Tensor rsub.Scalar sub.Scalar where.Scalar native_dropout
-""".split()
+"""
 
 _LINEAR: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "neg": (("self",),),
-    "deg2rad": (("self",),),
-    "rad2deg": (("self",),),
-    "ldexp.Tensor": (("self",),),
-    "clone": (("self",),),
-    "alias": (("self",),),
-    "contiguous": (("self",),),
-    "detach": (("self",),),
-    "lift_fresh_copy": (("self",),),
+    "neg deg2rad rad2deg ldexp.Tensor clone alias contiguous detach lift_fresh_copy": (("self",),),
+    "mul.Scalar div.Tensor div.Scalar xlogy.Tensor special_xlog1py": (("self",),),
     "mul.Tensor": (("self",), ("other",)),
-    "mul.Scalar": (("self",),),
-    "div.Tensor": (("self",),),
-    "div.Scalar": (("self",),),
-    "add.Tensor": (("self", "other"),),
-    "sub.Tensor": (("self", "other"),),
-    "rsub.Tensor": (("self", "other"),),
-    "where.self": (("self", "other"),),
+    "add.Tensor sub.Tensor rsub.Tensor where.self": (("self", "other"),),
     "masked_fill.Tensor": (("self", "value"),),
-    "lerp.Scalar": (("self", "end"),),
-    "lerp.Tensor": (("self", "end"),),
+    "lerp.Scalar lerp.Tensor": (("self", "end"),),
     "addcmul": (("self", "tensor1"), ("self", "tensor2")),
     "addcdiv": (("self", "tensor1"),),
-    "xlogy.Tensor": (("self",),),
-    "special_xlog1py": (("self",),),
 }
-
-_FILLING: Mapping[str, tuple[str, str]] = {
-    "masked_fill.Scalar": ("self", "value"),
-    "where.ScalarOther": ("self", "other"),
-    "where.ScalarSelf": ("other", "self"),
-}
-
 
 # Operands that may be padded shards: of whatever stands there the result is finite, and a zero gradient stays zero.
 _PADDED: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        "neg clone alias contiguous detach tanh sigmoid silu gelu relu mul.Scalar div.Scalar".split(), ("self",)
-    ),
-    **dict.fromkeys("mul.Tensor add.Tensor sub.Tensor rsub.Tensor".split(), ("self", "other")),
-    "div.Tensor": ("self",),
+    "neg clone alias contiguous detach tanh sigmoid silu gelu relu mul.Scalar div.Scalar div.Tensor": ("self",),
+    "mul.Tensor add.Tensor sub.Tensor rsub.Tensor": ("self", "other"),
     "where.self": ("condition", "self", "other"),
     "where.ScalarOther": ("condition", "self"),
     "where.ScalarSelf": ("condition", "other"),
-    "masked_fill.Scalar": ("self", "mask"),
-    "masked_fill.Tensor": ("self", "mask"),
-    "_to_copy.default": ("self",),
-    "to.dtype": ("self",),
+    "masked_fill.Scalar masked_fill.Tensor": ("self", "mask"),
+    "_to_copy to.dtype": ("self",),
 }
 
 
 def pointwise_rules() -> dict[str, Rule]:
     """Rules by `aten` overload name."""
-    full_names = [name if "." in name else f"{name}.default" for name in (*_UNARY, *_BINARY)]
-    rules = {f"aten.{name}": Rule(pointwise_labels) for name in full_names}
-    for name, partial in _LINEAR.items():
-        full = name if "." in name else f"{name}.default"
-        rules[f"aten.{full}"] = Rule(pointwise_labels, partial=partial)
-    for name, (values, number) in _FILLING.items():
-        rules[f"aten.{name}"] = Rule(pointwise_labels, ((values,),), check=_zero_only(number))
-    rules["aten.zeros_like.default"] = Rule(pointwise_labels, check=same_values, padding=("self",), zeros=True)
-    for name in ("ones_like", "full_like"):
-        rules[f"aten.{name}.default"] = Rule(pointwise_labels, check=same_values)
-    rules["aten.fill.Scalar"] = Rule(pointwise_labels, check=same_values)
-    rules["aten.fill.Tensor"] = Rule(pointwise_labels, (("value",),))
-    rules["aten.broadcast_tensors.default"] = Rule(pointwise_labels, (("tensors",),), check=_each_for_itself)
-    rules["aten.prelu.default"] = Rule(_prelu_labels)
-    for name in ("_to_copy.default", "to.dtype", "to.device"):
-        rules[f"aten.{name}"] = Rule(pointwise_labels, partial=(("self",),), check=keeps_sums)
-    for name, padding in _PADDED.items():
-        full = f"aten.{name if '.' in name else f'{name}.default'}"
-        rules[full] = replace(rules[full], padding=padding)
+    by_name = {
+        _UNARY: Rule(pointwise_labels),
+        _BINARY: Rule(pointwise_labels),
+        **{names: Rule(pointwise_labels, partial) for names, partial in _LINEAR.items()},
+        "masked_fill.Scalar": Rule(pointwise_labels, (("self",),), check=_zero_only("value")),
+        "where.ScalarOther": Rule(pointwise_labels, (("self",),), check=_zero_only("other")),
+        "where.ScalarSelf": Rule(pointwise_labels, (("other",),), check=_zero_only("self")),
+        "zeros_like": Rule(pointwise_labels, check=same_values, padding=("self",), zeros=True),
+        "ones_like full_like fill.Scalar": Rule(pointwise_labels, check=same_values),
+        "fill.Tensor": Rule(pointwise_labels, (("value",),)),
+        "broadcast_tensors": Rule(pointwise_labels, (("tensors",),), check=_each_for_itself),
+        "prelu": Rule(_prelu_labels),
+        "_to_copy to.dtype to.device": Rule(pointwise_labels, (("self",),), check=keeps_sums),
+    }
+    rules = by_overload(by_name)
+    for name, padding in by_overload(_PADDED).items():
+        rules[name] = replace(rules[name], padding=padding)
     return rules
 
 
@@ -202,53 +172,42 @@ def _seed(call: OpCall, index: int, placement: Placement) -> Signature | Refusal
 
 def random_rules() -> Mapping[str, Rule]:
     """Rules by `aten` overload name."""
-    rules = {name: Rule(pointwise_labels, seed=_seed, check=same_values) for name in SHAPED}
-    rules |= {name: Rule(pointwise_labels, seed=_seed) for name in VALUED}
-    # With the same bits on all ranks a dropped sum is the sum of what is dropped of the summands.
-    rules["dropout"] = Rule(pointwise_labels, partial=(("input",),), seed=_seed)
-    return {f"aten.{name if '.' in name else f'{name}.default'}": rule for name, rule in rules.items()}
+    return by_overload(
+        {
+            " ".join(SHAPED): Rule(pointwise_labels, seed=_seed, check=same_values),
+            " ".join(VALUED): Rule(pointwise_labels, seed=_seed),
+            # With the same bits on all ranks a dropped sum is the sum of what is dropped of the summands.
+            "dropout": Rule(pointwise_labels, (("input",),), seed=_seed),
+        }
+    )
 
 
 _SELF = (("self",),)
-_POINTWISE: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "angle": (),
-    "_conj": _SELF,
-    "_conj_physical": _SELF,
-    "conj_physical": _SELF,
-    "resolve_conj": _SELF,
-    "resolve_neg": _SELF,
-    "real": _SELF,
-    "imag": _SELF,
-    "complex": (("real", "imag"),),
-    "polar": (),  # PyTorch's gradient divides by a positive `abs`: summands may be negative
-}
-# Products of a table that is padded are differentiated by these.
-_PADDED_COMPLEX: Mapping[str, tuple[str, ...]] = dict.fromkeys(("_conj", "_conj_physical", "resolve_conj"), ("self",))
-
-
-def _numbered(rank: int) -> Labels:
-    return tuple(f"d{i}" for i in range(rank))
 
 
 def _with_parts(call: OpCall) -> Labelling:
     """`d… -> d… 2`."""
-    labels = _numbered(len(call.operands[0].shape))
+    labels = numbered(len(call.operands[0].shape))
     return Labelling((labels,), ((*labels, None),))
 
 
 def _of_parts(call: OpCall) -> Labelling:
     """`d… 2 -> d…`."""
-    labels = _numbered(len(call.outputs[0].shape))
+    labels = numbered(len(call.outputs[0].shape))
     return Labelling(((*labels, None),), (labels,))
 
 
 def complex_rules() -> dict[str, Rule]:
     """Rules by `aten` overload name."""
-    return {
-        **{
-            f"aten.{name}.default": Rule(pointwise_labels, p, padding=_PADDED_COMPLEX.get(name, ()))
-            for name, p in _POINTWISE.items()
-        },
-        "aten.view_as_real.default": Rule(_with_parts, _SELF),
-        "aten.view_as_complex.default": Rule(_of_parts, _SELF),
-    }
+    return by_overload(
+        {
+            # Of polar PyTorch's gradient divides by a positive `abs`, and summands may be negative.
+            "angle polar": Rule(pointwise_labels),
+            # Products of a table that is padded are differentiated by these.
+            "_conj _conj_physical resolve_conj": Rule(pointwise_labels, _SELF, padding=("self",)),
+            "conj_physical resolve_neg real imag": Rule(pointwise_labels, _SELF),
+            "complex": Rule(pointwise_labels, (("real", "imag"),)),
+            "view_as_real": Rule(_with_parts, _SELF),
+            "view_as_complex": Rule(_of_parts, _SELF),
+        }
+    )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fxpar.layout.layout import P, Placement, R
-from fxpar.signatures.engine import Labelling, Labels, Refusal, Rule
+from fxpar.signatures.engine import Labelling, Labels, Refusal, Rule, by_overload, numbered
 from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import broadcast, keeps_sums
+from fxpar.signatures.views import along
 
 
 def _reduced(call: OpCall) -> list[int]:
@@ -22,22 +23,12 @@ def _reduction(summed: bool) -> Callable[[OpCall], Labelling | Refusal]:
     def labels(call: OpCall) -> Labelling | Refusal:
         rank = len(call.operands[0].shape)
         gone = _reduced(call)
-        names = [f"d{i}" for i in range(rank)]
-        keep = call.get("keepdim", False)
-        out: list[str | None] = [None if i in gone else names[i] for i in range(rank) if keep or i not in gone]
-        lost = frozenset(names[i] for i in gone)
-        shown: list[str | None] = [label if summed or label not in lost else None for label in names]
-        return Labelling((tuple(shown),), tuple(tuple(out) for _ in call.outputs), lost if summed else frozenset())
+        names, remaining = numbered(rank), numbered(rank, *gone)
+        out = remaining if call.get("keepdim", False) else tuple(label for label in remaining if label is not None)
+        lost = frozenset(f"d{dim}" for dim in gone) if summed else frozenset()
+        return Labelling((names if summed else remaining,), (out,) * len(call.outputs), lost)
 
     return labels
-
-
-def _topk(call: OpCall) -> Labelling | Refusal:
-    """The dimension that is searched stays, shorter, and cannot be sharded."""
-    labels: list[str | None] = [f"d{i}" for i in range(len(call.operands[0].shape))]
-    if labels:
-        labels[int(call.get("dim", -1)) % len(labels)] = None
-    return Labelling((tuple(labels),), tuple(tuple(labels) for _ in call.outputs))
 
 
 def _norm(normalized: Callable[[OpCall], int]) -> Callable[[OpCall], Labelling | Refusal]:
@@ -45,7 +36,7 @@ def _norm(normalized: Callable[[OpCall], int]) -> Callable[[OpCall], Labelling |
 
     def labels(call: OpCall) -> Labelling | Refusal:
         rank = len(call.operands[0].shape)
-        lead: Labels = tuple(f"d{i}" if i < rank - normalized(call) else None for i in range(rank))
+        lead = numbered(rank, *range(rank - normalized(call), rank))
         rest = tuple((None,) * len(kind.shape) for kind in call.operands[1:])
         outs = tuple(lead[: len(kind.shape)] for kind in call.outputs)
         return Labelling((lead, *rest), outs)
@@ -84,14 +75,14 @@ def _loss(call: OpCall) -> Labelling | Refusal:
     if len(x.shape) < 2:
         return Refusal("a loss without a batch dimension needs whole operands")
     how = call.get("reduction", 1)
-    rows = ("n", *(f"d{i}" for i in range(len(x.shape) - 2)))
+    rows = ("n", *numbered(len(x.shape) - 2))
     logits: Labels = ("n", None, *rows[1:])
     target: Labels = logits if targets.is_float else rows
     if how == 1:
         logits, target = (None,) * len(logits), (None,) * len(target)
     weights = tuple((None,) * len(kind.shape) for kind in call.operands[2:])
     outs = tuple(rows if kind.shape else () for kind in call.outputs)
-    return Labelling((logits, target, *weights), outs, frozenset(rows if how == 2 else ()))
+    return Labelling((logits, target, *weights), outs, frozenset(filter(None, rows if how == 2 else ())))
 
 
 def _row_loss(call: OpCall) -> Labelling | Refusal:
@@ -109,14 +100,16 @@ def _row_loss(call: OpCall) -> Labelling | Refusal:
 def _pointwise_loss(call: OpCall) -> Labelling | Refusal:
     """Element by element, with weights that may be broadcast: all elements, or their sum."""
     shape = call.operands[0].shape
-    labels = tuple(f"d{i}" for i in range(len(shape)))
+    labels = numbered(len(shape))
     how = call.get("reduction", 1)
     if how == 1:
         return Refusal("a mean divides by the size of the whole: it needs whole operands")
     if call.operands[1].shape != shape or any(len(kind.shape) > len(shape) for kind in call.operands):
         return Refusal("a loss of values and targets of other shapes needs whole operands")
     out, summed = (labels, ()) if how == 0 else ((), labels)
-    return Labelling(tuple(broadcast(kind.shape, shape) for kind in call.operands), (out,), frozenset(summed))
+    return Labelling(
+        tuple(broadcast(kind.shape, shape) for kind in call.operands), (out,), frozenset(filter(None, summed))
+    )
 
 
 def _no_partial_target(call: OpCall, placements: Sequence[Placement]) -> Refusal | None:
@@ -129,85 +122,48 @@ def _no_partial_value(call: OpCall, placements: Sequence[Placement]) -> Refusal 
     return _no_partial_target(call, values)
 
 
-_POINTWISE_LOSSES = (
-    "mse_loss.default",
-    "l1_loss.default",
-    "smooth_l1_loss.default",
-    "huber_loss.default",
-    "kl_div.default",
-    "soft_margin_loss.default",
-)
-_ROW_LOSSES = ("multi_margin_loss.default", "multilabel_margin_loss.default")
-# These are linear in what weighs the elements.
-_WEIGHED_LOSSES = ("binary_cross_entropy.default", "binary_cross_entropy_with_logits.default")
-
-
 def _counted(call: OpCall) -> Labelling | Refusal:
     """A histogram between two given bounds: counts of each rank's elements are summands."""
     if call.get("min", 0) == call.get("max", 0):
         return Refusal("the bounds are the least and the largest of all elements")
-    labels = tuple(f"d{i}" for i in range(len(call.operands[0].shape)))
-    return Labelling((labels,), ((None,),), frozenset(labels))
+    labels = numbered(len(call.operands[0].shape))
+    return Labelling((labels,), ((None,),), frozenset(filter(None, labels)))
+
+
+# Reductions of which a rank's part says nothing of the result.
+_OF_ALL = """
+amax amin any.dim any.dims any all.dim all argmax argmin max.dim min.dim max min var.correction std.correction
+var_mean.correction std_mean.correction logsumexp linalg_vector_norm norm.ScalarOpt_dim prod.dim_int prod median.dim
+median nanmedian.dim nanmedian mode kthvalue
+"""
 
 
 def reduction_rules() -> dict[str, Rule]:
     """Rules by `aten` overload name."""
-    summed = Rule(_reduction(True), (("self",),), check=keeps_sums)
-    mean, whole = Rule(_reduction(False), (("self",),)), Rule(_reduction(False))
-    names = {
-        "sum.default": summed,
-        "sum.dim_IntList": summed,
-        "nansum.default": Rule(_reduction(True)),
-        "count_nonzero.dim_IntList": Rule(_reduction(True)),
-        "count_nonzero.default": Rule(_reduction(True)),
-        "mean.default": mean,
-        "mean.dim": mean,
-        "topk.default": Rule(_topk),
-        "histc.default": Rule(_counted),
-        "_weight_norm.default": Rule(_weight_norm, (("g",),)),
-        "layer_norm.default": Rule(_norm(lambda call: len(call.get("normalized_shape"))), (("weight", "bias?"),)),
-        "rms_norm.default": Rule(_norm(lambda call: len(call.get("normalized_shape"))), (("weight",),)),
-        "native_layer_norm.default": Rule(
-            _norm(lambda call: len(call.get("normalized_shape"))), check=norm_of_summands
-        ),
-        "_native_batch_norm_legit.no_stats": Rule(_batch_norm, check=norm_of_summands),
-        "group_norm.default": Rule(_norm(lambda call: len(call.operands[0].shape) - 1), (("weight", "bias?"),)),
-        "cross_entropy_loss.default": Rule(_loss, check=_no_partial_target),
-        "nll_loss.default": Rule(_loss, (("self",),)),
-        "nll_loss_nd.default": Rule(_loss, (("self",),)),
-        **dict.fromkeys(_POINTWISE_LOSSES, Rule(_pointwise_loss, check=_no_partial_target)),
-        **dict.fromkeys(_ROW_LOSSES, Rule(_row_loss, check=_no_partial_target)),
-        **dict.fromkeys(_WEIGHED_LOSSES, Rule(_pointwise_loss, (("weight?",),), check=_no_partial_value)),
-    }
-    for name in [
-        "amax",
-        "amin",
-        "any.dim",
-        "any.dims",
-        "any.default",
-        "all.dim",
-        "all.default",
-        "argmax",
-        "argmin",
-        "max.dim",
-        "min.dim",
-        "max.default",
-        "min.default",
-        "var.correction",
-        "std.correction",
-        "var_mean.correction",
-        "logsumexp",
-        "linalg_vector_norm",
-        "norm.ScalarOpt_dim",
-        "prod.dim_int",
-        "prod.default",
-        "std_mean.correction",
-        "median.dim",
-        "median.default",
-        "nanmedian.dim",
-        "nanmedian.default",
-        "mode",
-        "kthvalue",
-    ]:
-        names[name if "." in name else f"{name}.default"] = whole
-    return {f"aten.{name}": rule for name, rule in names.items()}
+    normalized = _norm(lambda call: len(call.get("normalized_shape")))
+    return by_overload(
+        {
+            "sum sum.dim_IntList": Rule(_reduction(True), (("self",),), check=keeps_sums),
+            "nansum count_nonzero.dim_IntList count_nonzero": Rule(_reduction(True)),
+            "mean mean.dim": Rule(_reduction(False), (("self",),)),
+            _OF_ALL: Rule(_reduction(False)),
+            "topk": Rule(along),
+            "histc": Rule(_counted),
+            "_weight_norm": Rule(_weight_norm, (("g",),)),
+            "layer_norm": Rule(normalized, (("weight", "bias?"),)),
+            "rms_norm": Rule(normalized, (("weight",),)),
+            "native_layer_norm": Rule(normalized, check=norm_of_summands),
+            "_native_batch_norm_legit.no_stats": Rule(_batch_norm, check=norm_of_summands),
+            "group_norm": Rule(_norm(lambda call: len(call.operands[0].shape) - 1), (("weight", "bias?"),)),
+            "cross_entropy_loss": Rule(_loss, check=_no_partial_target),
+            "nll_loss nll_loss_nd": Rule(_loss, (("self",),)),
+            "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss": Rule(
+                _pointwise_loss, check=_no_partial_target
+            ),
+            "multi_margin_loss multilabel_margin_loss": Rule(_row_loss, check=_no_partial_target),
+            # These are linear in what weighs the elements.
+            "binary_cross_entropy binary_cross_entropy_with_logits": Rule(
+                _pointwise_loss, (("weight?",),), check=_no_partial_value
+            ),
+        }
+    )

@@ -7,22 +7,28 @@ from dataclasses import replace
 
 import torch
 
+from fxpar.ir.program import TensorType
 from fxpar.layout.layout import P, Piece, Placement, R
 from fxpar.layout.nesting import local_size, pieces_of, through_view
 from fxpar.layout.shards import slice_pieces, strided_pieces
 from fxpar.layout.symbolic_sizes import Size, divide, sign, simplify
-from fxpar.signatures.engine import Labelling, Refusal, Rule, Signature, seed_signature, transfer
+from fxpar.signatures.engine import (
+    Labelling,
+    Labels,
+    Refusal,
+    Rule,
+    Signature,
+    by_overload,
+    numbered,
+    seed_signature,
+    transfer,
+)
 from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import broadcast, keeps_sums
 
 _SELF = (("self",),)
 # torch writes an open end as the largest 64-bit number, 2**63 - 1.
 _END = 2**62
-
-
-def numbered(rank: int) -> list[str | None]:
-    """A label of its own for each dimension."""
-    return [f"d{i}" for i in range(rank)]
 
 
 def wrap(dim: int, rank: int) -> int:
@@ -62,16 +68,13 @@ def _permute(call: OpCall) -> Labelling | Refusal:
         order[a], order[b] = order[b], order[a]
     else:
         order = [wrap(d, rank) for d in call.get("dims")]
-    return Labelling((tuple(labels),), (tuple(labels[i] for i in order),))
+    return Labelling((labels,), (tuple(labels[i] for i in order),))
 
 
 def _without_dim(call: OpCall) -> Labelling | Refusal:
     """`dim` is removed from the result (select)."""
-    labels = numbered(len(call.operands[0].shape))
-    dim = wrap(call.get("dim", 0), len(labels))
-    rest = [label for i, label in enumerate(labels) if i != dim]
-    labels[dim] = None
-    return Labelling((tuple(labels),), tuple(tuple(rest) for _ in call.outputs))
+    labels = numbered(len(call.operands[0].shape), call.get("dim", 0))
+    return Labelling((labels,), (tuple(label for label in labels if label is not None),) * len(call.outputs))
 
 
 def _select(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
@@ -81,20 +84,22 @@ def _select(call: OpCall, index: int, placement: Placement) -> Signature | Refus
     return seed_signature(Rule(_without_dim, _SELF, padding=("self",)), call, index, placement)
 
 
-def _keeping_dim(call: OpCall) -> Labelling | Refusal:
-    """`dim` (or `dims`) stays and cannot be sharded (cumsum, flip, roll, softmax); roll without dims needs all."""
-    labels = numbered(len(call.operands[0].shape))
-    dims = call.get("dims", call.get("dim", 0))
+def along(call: OpCall) -> Labelling | Refusal:
+    """All operands are aligned with the results and broadcast to them; `dim` or `dims` are whole, of `[]` all.
+
+    A dimension that runs may have another size in each of them.
+    """
+    out = call.outputs[0].shape
+    dims = call.get("dims", call.get("dim"))
     if dims == []:
-        dims = list(range(len(labels)))
-    for dim in dims if isinstance(dims, (list, tuple)) else [dims]:
-        labels[wrap(dim, len(labels))] = None
-    return Labelling((tuple(labels),), tuple(tuple(labels) for _ in call.outputs))
+        dims = range(len(out))
+    labels = numbered(len(out), *([dims] if isinstance(dims, int) else dims))
+    return Labelling(tuple(broadcast(kind.shape, out, labels) for kind in call.operands), (labels,) * len(call.outputs))
 
 
 def _expand(call: OpCall) -> Labelling | Refusal:
     out = call.outputs[0].shape
-    return Labelling((broadcast(call.operands[0].shape, out),), (tuple(numbered(len(out))),))
+    return Labelling((broadcast(call.operands[0].shape, out),), (numbered(len(out)),))
 
 
 def _repeat(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
@@ -227,19 +232,16 @@ def _cat_segments(call: OpCall, placements: Sequence[Placement]) -> tuple[Placem
 
 def _stack(call: OpCall) -> Labelling | Refusal:
     labels = numbered(len(call.operands[0].shape))
-    out = list(labels)
-    out.insert(wrap(call.get("dim", 0), len(labels) + 1), None)
-    return Labelling(tuple(tuple(labels) for _ in call.operands), (tuple(out),))
+    dim = wrap(call.get("dim", 0), len(labels) + 1)
+    return Labelling((labels,) * len(call.operands), ((*labels[:dim], None, *labels[dim:]),))
 
 
 def _pad(call: OpCall) -> Labelling | Refusal:
     """A dimension that is padded needs its ends."""
-    labels = numbered(len(call.operands[0].shape))
     pad = call.get("pad")
-    for i in range(len(pad) // 2):
-        if tuple(pad[2 * i : 2 * i + 2]) != (0, 0):
-            labels[len(labels) - 1 - i] = None
-    return Labelling((tuple(labels),), (tuple(labels),))
+    ends = (-1 - i for i in range(len(pad) // 2) if tuple(pad[2 * i : 2 * i + 2]) != (0, 0))
+    labels = numbered(len(call.operands[0].shape), *ends)
+    return Labelling((labels,), (labels,))
 
 
 def _pad_with_zeros(call: OpCall, placements: Sequence[Placement]) -> Refusal | None:
@@ -249,40 +251,28 @@ def _pad_with_zeros(call: OpCall, placements: Sequence[Placement]) -> Refusal | 
     return None
 
 
-def _difference(call: OpCall) -> Labelling | Refusal:
-    """`dim` gets shorter, and longer by what is put in front and behind: it cannot be sharded."""
-    labels = numbered(len(call.operands[0].shape))
-    labels[wrap(call.get("dim", -1), len(labels))] = None
-    return Labelling((tuple(labels),) * len(call.operands), (tuple(labels),))
-
-
 def _scatter(call: OpCall) -> Labelling | Refusal:
     """A part of `dim`, or one element of it, is put in place of what is there: it cannot be sharded."""
-    labels = numbered(len(call.operands[0].shape))
-    dim = wrap(call.get("dim", 0), len(labels))
+    whole = numbered(len(call.operands[0].shape))
+    dim = wrap(call.get("dim", 0), len(whole))
     is_slice = call.target is torch.ops.aten.slice_scatter.default
     if is_slice and call.operands[0].shape == call.operands[1].shape and call.get("step", 1) == 1:
-        return Labelling((tuple(labels),) * 2, (tuple(labels),))  # all of it is replaced
-    labels[dim] = None
+        return Labelling((whole,) * 2, (whole,))  # all of it is replaced
+    labels = numbered(len(whole), dim)
     part = labels[:dim] + labels[dim + 1 :] if call.target is torch.ops.aten.select_scatter.default else labels
-    return Labelling((tuple(labels), tuple(part)), (tuple(labels),))
+    return Labelling((labels, part), (labels,))
 
 
-def _whole_behind(count: int) -> Callable[[OpCall], Labelling | Refusal]:
-    """The last dimensions are mixed: what pools pixels, or makes pixels of channels, keeps images apart."""
+def mixed(count: int) -> Callable[[OpCall], Labelling | Refusal]:
+    """Returns labels where the last dimensions are mixed, as of pooled pixels, and those in front are apart."""
 
     def labels(call: OpCall) -> Labelling | Refusal:
-        lead = numbered(len(call.operands[0].shape))
-        lead[-count:] = [None] * count
-        return Labelling((tuple(lead),), (tuple(lead),))
+        def apart(kinds: Sequence[TensorType]) -> tuple[Labels, ...]:
+            return tuple((*numbered(len(kind.shape) - count), *(None,) * count) for kind in kinds)
+
+        return Labelling(apart(call.operands), apart(call.outputs))
 
     return labels
-
-
-def _triangle(call: OpCall) -> Labelling | Refusal:
-    labels = numbered(len(call.operands[0].shape))
-    labels[-2:] = [None, None]
-    return Labelling((tuple(labels),), (tuple(labels),))
 
 
 def _made(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
@@ -297,64 +287,29 @@ def _made_anyway(call: OpCall, placements: Sequence[Placement]) -> tuple[Placeme
 def view_rules() -> dict[str, Rule]:
     """Rules by `aten` overload name."""
     padded = ("self",)
-    view, permute = Rule(partial=_SELF, seed=_view, padding=padded), Rule(_permute, _SELF, padding=padded)
-    squeeze = Rule(partial=_SELF, seed=_squeeze, padding=padded)
-    split = Rule(partial=_SELF, seed=_split, padding=padded)
-    select = Rule(_without_dim, _SELF, seed=_select, padding=padded)
-    pad = Rule(_pad, _SELF, check=_pad_with_zeros)
-    keeping = Rule(_keeping_dim)
-    linear_keeping = Rule(_keeping_dim, _SELF)
-    return {
-        **dict.fromkeys(
-            [
-                f"aten.{name}"
-                for name in [
-                    "view.default",
-                    "reshape.default",
-                    "_unsafe_view.default",
-                    "flatten.using_ints",
-                    "unflatten.int",
-                    "unsqueeze.default",
-                ]
-            ],
-            view,
-        ),
-        **dict.fromkeys(["aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims"], squeeze),
-        **dict.fromkeys(["aten.permute.default", "aten.transpose.int", "aten.t.default"], permute),
-        "aten.expand.default": Rule(_expand, _SELF, padding=padded),
-        **dict.fromkeys(["aten.repeat.default", "aten.tile.default"], Rule(partial=_SELF, seed=_repeat)),
-        **dict.fromkeys(["aten.select.int", "aten.unbind.int"], select),
-        "aten.slice.Tensor": Rule(partial=_SELF, seed=_slice, padding=padded),
-        **dict.fromkeys(
-            ["aten.split.Tensor", "aten.split_with_sizes.default", "aten.split.sizes", "aten.chunk.default"], split
-        ),
-        "aten.cat.default": Rule(partial=(("tensors",),), seed=_cat, check=_cat_segments),
-        "aten.stack.default": Rule(_stack, (("tensors",),), padding=("tensors",)),
-        **dict.fromkeys(["aten.flip.default", "aten.roll.default"], linear_keeping),
-        "aten.cumsum.default": Rule(_keeping_dim, _SELF, check=keeps_sums),
-        "aten.diff.default": Rule(_difference, (("self", "prepend?", "append?"),)),
-        **dict.fromkeys(
-            [
-                "aten.softmax.int",
-                "aten._softmax.default",
-                "aten.log_softmax.int",
-                "aten._log_softmax.default",
-                "aten.sort.default",
-            ],
-            keeping,
-        ),
-        **dict.fromkeys(["aten.pad.default", "aten.constant_pad_nd.default"], pad),
-        **dict.fromkeys(
-            ["aten.slice_scatter.default", "aten.select_scatter.default"], Rule(_scatter, (("self", "src"),))
-        ),
-        **dict.fromkeys(["aten.pixel_shuffle.default", "aten.pixel_unshuffle.default"], Rule(_whole_behind(3), _SELF)),
-        "aten.adaptive_avg_pool1d.default": Rule(_whole_behind(1), _SELF),
-        **dict.fromkeys(
-            ["aten.adaptive_avg_pool2d.default", "aten._adaptive_avg_pool2d.default"], Rule(_whole_behind(2), _SELF)
-        ),
-        **dict.fromkeys(["aten.tril.default", "aten.triu.default"], Rule(_triangle, _SELF)),
-        **dict.fromkeys(
-            ["aten.new_ones.default", "aten.new_zeros.default", "aten.new_full.default"],
-            Rule(seed=_made, check=_made_anyway),
-        ),
-    }
+    return by_overload(
+        {
+            "view reshape _unsafe_view flatten.using_ints unflatten.int unsqueeze": Rule(
+                partial=_SELF, seed=_view, padding=padded
+            ),
+            "squeeze squeeze.dim squeeze.dims": Rule(partial=_SELF, seed=_squeeze, padding=padded),
+            "permute transpose.int t": Rule(_permute, _SELF, padding=padded),
+            "expand": Rule(_expand, _SELF, padding=padded),
+            "repeat tile": Rule(partial=_SELF, seed=_repeat),
+            "select.int unbind.int": Rule(_without_dim, _SELF, seed=_select, padding=padded),
+            "slice.Tensor": Rule(partial=_SELF, seed=_slice, padding=padded),
+            "split.Tensor split_with_sizes split.sizes chunk": Rule(partial=_SELF, seed=_split, padding=padded),
+            "cat": Rule(partial=(("tensors",),), seed=_cat, check=_cat_segments),
+            "stack": Rule(_stack, (("tensors",),), padding=("tensors",)),
+            "flip roll": Rule(along, _SELF),
+            "cumsum": Rule(along, _SELF, check=keeps_sums),
+            "diff": Rule(along, (("self", "prepend?", "append?"),)),
+            "softmax.int _softmax log_softmax.int _log_softmax sort": Rule(along),
+            "pad constant_pad_nd": Rule(_pad, _SELF, check=_pad_with_zeros),
+            "slice_scatter select_scatter": Rule(_scatter, (("self", "src"),)),
+            "pixel_shuffle pixel_unshuffle": Rule(mixed(3), _SELF),
+            "adaptive_avg_pool1d": Rule(mixed(1), _SELF),
+            "adaptive_avg_pool2d _adaptive_avg_pool2d tril triu": Rule(mixed(2), _SELF),
+            "new_ones new_zeros new_full": Rule(seed=_made, check=_made_anyway),
+        }
+    )
