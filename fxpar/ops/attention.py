@@ -20,7 +20,7 @@ from fxpar.layout.layout import P, Placement, R
 from fxpar.ops import sdpa
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import Gradients, LoweredCall, OnShapes, Operator, Reverse, Saving
-from fxpar.ops.random import indexed, own_bits_of_probabilities
+from fxpar.ops.random import attention_shape, indexed, own_bits_of_probabilities
 from fxpar.signatures.engine import Check, Labelling, Labels, Refusal, Rule, Signature, signature_of_summands
 from fxpar.signatures.matmul import attention_labels
 from fxpar.signatures.op_call import OpCall, bind_arguments, call_of
@@ -136,19 +136,16 @@ def _with_summands(rule: Rule) -> Rule:
 
 
 def _shape(call: OnShapes) -> Any:
-    args = {**dict(zip(_ARGUMENTS, call.args, strict=False)), **call.kwargs}
-    options = {k: args[k] for k in ("is_causal", "scale", "enable_gqa") if k in args}
-    tensors = (args[k] for k in _NAMES)
-    output: Tensor = torch.ops.aten.scaled_dot_product_attention.default(*tensors, 0.0, **options)
+    output = attention_shape(call)
     wide = torch.float32 if output.dtype in (torch.float16, torch.bfloat16) else output.dtype
     return output, output.new_empty(output.shape[:-1], dtype=wide)
 
 
 def _gradient_shape(call: OnShapes) -> Any:
-    args = dict(zip(_ARGUMENTS_BACKWARD, call.args, strict=False))
+    args = call.by_name
     if args["gradient"].shape != args["out"].shape:
         raise ValueError(f"the gradient of {list(args['out'].shape)} is {list(args['gradient'].shape)}")
-    names = _NAMES if args.get("of_mask") else _NAMES[:3]
+    names = _NAMES if args["of_mask"] else _NAMES[:3]
     return [torch.empty_like(args[name]) for name in names]
 
 
@@ -206,12 +203,6 @@ def _derivative(reverse: Reverse) -> Gradients:
     pairs = zip(call_of(node, 1).names, reverse.needs_grad, strict=True)
     return [gradients.get(name) if flag else None for name, flag in pairs]
 
-
-_ARGUMENTS = ("query", "key", "value", "mask", "rng", "p", "is_causal", "scale", "enable_gqa", "indices")
-_ARGUMENTS_BACKWARD = (
-    *("query", "key", "value", "gradient", "out", "log_sum", "mask", "rng", "p", "is_causal", "scale", "enable_gqa"),
-    *("indices", "of_mask"),
-)
 
 # They draw where they are given the generator's state.
 _record = partial(Operator, stage=Property.RNG, draws=True)

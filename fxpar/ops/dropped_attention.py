@@ -75,13 +75,23 @@ def places(query: Tensor, key: Tensor, value: Tensor, p: float, cuts: Sequence[I
             return None
         else:
             heads, heads_before = cut.total * heads, cut.before * heads
-    if query.device.type == "cuda" and importlib.util.find_spec("triton") is None:
+    if query.device.type == "cuda":
+        require_triton("attention")
+    return Places(heads, rows_before, heads_before)
+
+
+def require_triton(where: str) -> None:
+    """Refuses to drop on a GPU without Triton.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    if importlib.util.find_spec("triton") is None:
         raise InputError(
             "dropout on a GPU is a Triton kernel, and Triton is not installed",
-            where="attention",
+            where=where,
             remedy="pip install triton, or run on the CPU",
         )
-    return Places(heads, rows_before, heads_before)
 
 
 def _words_shape(
@@ -113,12 +123,32 @@ def drawn_probabilities(
         rows_before: as of `Places`, and so `heads_before` and `heads`.
         sizes: b, h, s and t, of this rank.
         p: probability of a zero.
-        is_causal: whether a query sees keys up to its own position; bits of others are anything.
+        is_causal: whether a query sees keys up to its own position. Words of keys that no query near theirs sees are
+            not written.
     """
+    from fxpar.ops import dropped_kernels as kernels
 
-    drawn = Bits(rng, origin if identity is None else identity, p, heads, rows_before, heads_before)
     batch, local_heads, height, width = sizes
-    return draw(drawn, batch, local_heads, height, width, is_causal)
+    count = _ceil(width, 32)
+    words = torch.empty(batch, local_heads, count, height, dtype=torch.int32, device=rng.device)
+    rows, per_program, warps = _DRAWN
+    kernels.draw_kernel[batch * local_heads, _ceil(height, rows), _ceil(count, per_program)](
+        words,
+        (local_heads, heads, height, width),
+        # A kernel takes a pointer in any case. Without its flag it does not read there.
+        tuple(rng if operand is None else operand for operand in (rng, identity, rows_before, heads_before)),
+        # The same 32 bits as a signed number.
+        (origin ^ _SIGN) - _SIGN if identity is None else 0,
+        int(p * 2**32) - _SIGN,
+        CAUSAL=is_causal,
+        MOVED=(rows_before is not None, heads_before is not None),
+        IS_OPERAND=identity is not None,
+        IN_FOURS=width % 4 == 0,
+        ROWS=rows,
+        WORDS=per_program,
+        num_warps=warps,
+    )
+    return words
 
 
 def _shape(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -241,26 +271,6 @@ _LOG2E = 1.4426950408889634
 _SIGN = 2**31
 
 
-class Bits(NamedTuple):
-    """Of which elements of the whole tensor of probabilities a rank draws the bits.
-
-    Attributes:
-        rng: i64[3]: seed, step, microbatch.
-        identity: of the draw, 32 bits: a number, or an i64 scalar.
-        p: probability of a zero, less than 1.
-        heads: of all ranks.
-        rows_before: rows of the batch on the ranks before this one, an i64 scalar; None for none.
-        heads_before: heads on them.
-    """
-
-    rng: Tensor
-    identity: int | Tensor
-    p: float
-    heads: int
-    rows_before: Tensor | None
-    heads_before: Tensor | None
-
-
 def _ceil(length: int, part: int) -> int:
     """How many parts there are."""
     return -(-length // part)
@@ -374,32 +384,3 @@ _TILES: dict[str, dict[tuple[bool, bool], Tiles]] = {
 _DRAWN = (128, 4, 4)  # queries and words of a program that draws, and its warps
 
 _SCRATCH = 2**14  # bytes of shared memory for what changes between the layouts of products
-
-
-def draw(bits: Bits, batch: int, heads: int, height: int, width: int, is_causal: bool) -> Tensor:
-    """Which probabilities stay: i32[batch, heads, ceil(width / 32), height], the lowest bit of the first of 32 keys.
-
-    Words of keys that no query near theirs sees are not written.
-    """
-    from fxpar.ops import dropped_kernels as kernels
-
-    count, identity = _ceil(width, 32), bits.identity
-    words = torch.empty(batch, heads, count, height, dtype=torch.int32, device=bits.rng.device)
-    operands = (bits.rng, identity, bits.rows_before, bits.heads_before)
-    rows, per_program, warps = _DRAWN
-    kernels.draw_kernel[batch * heads, _ceil(height, rows), _ceil(count, per_program)](
-        words,
-        (heads, bits.heads, height, width),
-        tuple(operand if isinstance(operand, Tensor) else bits.rng for operand in operands),
-        # The same 32 bits as a signed number.
-        0 if isinstance(identity, Tensor) else (identity ^ _SIGN) - _SIGN,
-        int(bits.p * 2**32) - _SIGN,
-        CAUSAL=is_causal,
-        MOVED=(bits.rows_before is not None, bits.heads_before is not None),
-        IS_OPERAND=isinstance(identity, Tensor),
-        IN_FOURS=width % 4 == 0,
-        ROWS=rows,
-        WORDS=per_program,
-        num_warps=warps,
-    )
-    return words

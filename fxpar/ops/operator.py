@@ -24,7 +24,7 @@ from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.symbolic_sizes import Size
 from fxpar.ops.lowering_context import OnRank
 from fxpar.signatures.engine import Refusal, Rule, Signature
-from fxpar.signatures.op_call import OpCall
+from fxpar.signatures.op_call import OpCall, bind_arguments
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,12 @@ class OnShapes:
     kwargs: dict[str, Any]
     outputs: tuple[Tensor, ...]
     axes: Mapping[str, int]
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """Returns the arguments by name, with the defaults of those that were not passed."""
+        bound = bind_arguments(self.node)
+        return {**bound, **dict(zip(bound, self.args, strict=False)), **self.kwargs}
 
 
 @dataclass(frozen=True)

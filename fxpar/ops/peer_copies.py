@@ -13,6 +13,7 @@ what reads the sum. Where nothing is computed beside a sum, all of it is one cal
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,11 +124,15 @@ def take_copies(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> 
     return taken
 
 
-def _arrived(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
+def _like(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch_operator("arrived", fake=_arrived, direct=True)
+def _like_sent(token: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return _like(x)
+
+
+@torch_operator("arrived", fake=_like_sent, direct=True)
 def arrived(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
     """Waits for what the other of two ranks sent, for their sum.
 
@@ -145,11 +150,7 @@ def arrived(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
     return line.whole(line.rank, buffer, x)
 
 
-def _sum_of_both(x: Tensor, came: Tensor, name: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@torch_operator("added", fake=_sum_of_both, direct=True)
+@torch_operator("added", fake=_like, direct=True)
 def added(x: Tensor, came: Tensor, name: str) -> Tensor:
     """The sum of a rank's tensor and of what `arrived`, in new memory: one rounding, the same bits on both ranks."""
     total = x + came
@@ -158,11 +159,7 @@ def added(x: Tensor, came: Tensor, name: str) -> Tensor:
     return total
 
 
-def _of_one_shot(x: Tensor, name: str, buffer: int) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@torch_operator("one_shot_sum", fake=_of_one_shot, direct=True)
+@torch_operator("one_shot_sum", fake=_like, direct=True)
 def one_shot_sum(x: Tensor, name: str, buffer: int) -> Tensor:
     """The sum in one call, beside which nothing is computed."""
     line = registered_buffer(name)
@@ -170,11 +167,7 @@ def one_shot_sum(x: Tensor, name: str, buffer: int) -> Tensor:
     return _total(line, x, buffer, False)
 
 
-def _of_taken(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@torch_operator("taken_sum", fake=_of_taken, direct=True)
+@torch_operator("taken_sum", fake=_like_sent, direct=True)
 def taken_sum(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
     """The sum over more than two ranks.
 
@@ -281,8 +274,7 @@ def _start(x: Tensor, kind: str, name: str, buffer: int) -> Sent:
 
 def _finish(sent: Sent, kind: str, name: str, buffer: int) -> Tensor:
     tensor, token = sent
-    taken: Tensor = take_copies(token, tensor, kind, name, buffer)
-    return taken
+    return take_copies(token, tensor, kind, name, buffer)
 
 
 def start_sum(x: Tensor, name: str, buffer: int) -> Sent:
@@ -293,17 +285,14 @@ def start_sum(x: Tensor, name: str, buffer: int) -> Sent:
 def summed(sent: Sent, name: str, buffer: int) -> Tensor:
     """Of `start_sum`."""
     if registered_buffer(name).size > 2:
-        of_more: Tensor = taken_sum(sent[1], sent[0], name, buffer)
-        return of_more
+        return taken_sum(sent[1], sent[0], name, buffer)
     tensor, token = sent
-    total: Tensor = added(tensor, arrived(token, tensor, name, buffer), name)
-    return total
+    return added(tensor, arrived(token, tensor, name, buffer), name)
 
 
 def sum_in_one_shot(x: Tensor, name: str, buffer: int) -> Tensor:
     """P → I, P → R, where nothing is computed beside it."""
-    total: Tensor = one_shot_sum(x, name, buffer)
-    return total
+    return one_shot_sum(x, name, buffer)
 
 
 def start_gather(x: Tensor, name: str, buffer: int) -> Sent:

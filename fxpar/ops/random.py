@@ -6,7 +6,6 @@ made in `fxpar.ops.counter`; on GPUs dropout is an operator of torch, whose kern
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpar.errors import InputError
 from fxpar.ir.program import note, operands, output_types
 from fxpar.ir.properties import Property
 from fxpar.layout.layout import I, Placement, R, V
 from fxpar.ops import counter, sdpa
 from fxpar.ops.counter import IndexCut
+from fxpar.ops.dropped_attention import require_triton
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import Autograd, Gradients, LoweredCall, OnShapes, Operator, Reverse, torch_operator
 from fxpar.signatures.engine import Check, Labelling, Refusal, Rule, Signature, seed_signature
@@ -120,11 +119,11 @@ def _numbers(call: OnShapes, shape: Sequence[int]) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _attention_shape(call: OnShapes) -> Tensor:
-    names = ("query", "key", "value", "mask", "rng", "p", "is_causal", "scale", "enable_gqa")
-    args = {"mask": None, **dict(zip(names, call.args, strict=False)), **call.kwargs}
-    options = {k: args[k] for k in ("is_causal", "scale", "enable_gqa") if k in args}
-    tensors = (args[k] for k in ("query", "key", "value", "mask"))
+def attention_shape(call: OnShapes) -> Tensor:
+    """Returns the result of an attention on shapes alone, without dropout."""
+    args = call.by_name
+    options = {name: args[name] for name in ("is_causal", "scale", "enable_gqa")}
+    tensors = (args[name] for name in ("query", "key", "value", "mask"))
     output: Tensor = torch.ops.aten.scaled_dot_product_attention.default(*tensors, 0.0, **options)
     return output
 
@@ -147,12 +146,7 @@ def _dropout_form(device: torch.device) -> Callable[..., Tensor]:
         return _dropout_on_shapes
     if device.type != "cuda":
         return counter.dropout
-    if importlib.util.find_spec("triton") is None:
-        raise InputError(
-            "dropout on a GPU is a Triton kernel, and Triton is not installed",
-            where="dropout",
-            remedy="pip install triton, or run on the CPU",
-        )
+    require_triton("dropout")
     return fused_dropout
 
 
@@ -257,7 +251,7 @@ def uniform_like(x: Any, rng: Any, dtype: Any, indices: Any = ()) -> Any:
 @partial(
     _record,
     rule=indexed(attention_labels, own_bits_of_probabilities, (("value",),)),
-    shape=_attention_shape,
+    shape=attention_shape,
     lower=_lower_attention,
     like=torch.ops.aten.scaled_dot_product_attention.default,
 )
@@ -295,28 +289,23 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _dropout(grad.contiguous(), *ctx.saved_tensors, *ctx.options), *[None] * 9
+    return _dropout(grad.contiguous(), *ctx.saved_tensors, *ctx.options), *[None] * 6
 
 
 @torch_operator("dropout", fake=_like, autograd=Autograd(_keep, _backward))
 def _dropout(
-    x: Tensor,
-    rng: Tensor,
-    rank: Tensor,
-    offset: Tensor,
-    identity: Tensor,
-    p: float,
-    origin: int,
-    run: int,
-    ranks: int,
-    unit: int,
+    x: Tensor, rng: Tensor, rank: Tensor, offset: Tensor, identity: Tensor, p: float, place: Sequence[int]
 ) -> Tensor:
-    """Dropout of a contiguous tensor; for the others see `fxpar.ops.dropout_kernels.DropoutShard`."""
+    """Drops elements of a contiguous tensor.
+
+    Args:
+        x: the tensor.
+        rng: as of `fxpar.ops.dropout_kernels.DropoutShard`, and so `rank`, `offset`, `identity` and `p`.
+        place: its origin, run, ranks and unit.
+    """
     from fxpar.ops import dropout_kernels
 
-    return dropout_kernels.dropout(
-        x, dropout_kernels.DropoutShard(rng, rank, offset, identity, p, origin, run, ranks, unit)
-    )
+    return dropout_kernels.dropout(x, dropout_kernels.DropoutShard(rng, rank, offset, identity, p, *place))
 
 
 def _words_shape(rng: Tensor, *args: Any) -> Tensor:
@@ -325,23 +314,12 @@ def _words_shape(rng: Tensor, *args: Any) -> Tensor:
 
 @torch_operator("drawn_words", fake=_words_shape, direct=True)
 def drawn_words(
-    rng: Tensor,
-    rank: Tensor,
-    offset: Tensor,
-    identity: Tensor,
-    p: float,
-    origin: int,
-    run: int,
-    ranks: int,
-    unit: int,
-    count: int,
+    rng: Tensor, rank: Tensor, offset: Tensor, identity: Tensor, p: float, place: Sequence[int], count: int
 ) -> Tensor:
     """Which of the `count` elements of a tensor stay, a bit each: i32[ceil(count / 32)]; others as of dropout."""
     from fxpar.ops import dropout_kernels
 
-    return dropout_kernels.draw(
-        dropout_kernels.DropoutShard(rng, rank, offset, identity, p, origin, run, ranks, unit), count
-    )
+    return dropout_kernels.draw(dropout_kernels.DropoutShard(rng, rank, offset, identity, p, *place), count)
 
 
 def dropped(x: Tensor, words: Tensor, p: float) -> Tensor:
@@ -351,10 +329,10 @@ def dropped(x: Tensor, words: Tensor, p: float) -> Tensor:
     return torch.where(stays, x * (1.0 / (1.0 - p)), x.new_zeros(()))
 
 
-def _decomposed(x: Tensor, *draw: Any) -> Tensor:
-    *tensors, p, origin, run, ranks, unit = draw
-    rng, rank, offset, identity = tensors
-    return dropped(x, drawn_words(rng, rank, offset, identity, p, origin, run, ranks, unit, x.numel()), p)
+def _decomposed(
+    x: Tensor, rng: Tensor, rank: Tensor, offset: Tensor, identity: Tensor, p: float, place: Sequence[int]
+) -> Tensor:
+    return dropped(x, drawn_words(rng, rank, offset, identity, p, place, x.numel()), p)
 
 
 DECOMPOSITIONS = {torch.ops.fxpar.dropout.default: _decomposed}
@@ -374,5 +352,5 @@ def fused_dropout(x: Tensor, rng: Tensor, p: float, origin: int | Tensor, cuts: 
         unit = x.numel() * ranks // outer[0].own
         offset = outer[0].before * unit
     identity, number = (origin, 0) if isinstance(origin, Tensor) else (rng, origin)
-    output: Tensor = _dropout(x.contiguous(), rng, rank, offset, identity, p, number, run, ranks, unit)
+    output: Tensor = _dropout(x.contiguous(), rng, rank, offset, identity, p, [number, run, ranks, unit])
     return output
