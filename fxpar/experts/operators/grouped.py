@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fxpar.experts.operators import permute
-from fxpar.experts.operators.permute import nobodys, promoted, row_kernels_for
+from fxpar.experts.operators.permute import flat_groups, nobodys, promoted, row_kernels_for
 from fxpar.layout.symbolic_sizes import Size
 from fxpar.layout.symbolic_sizes import product as multiplied
 from fxpar.ops.operator import Autograd, PaddingRows, torch_operator
@@ -29,14 +28,9 @@ from fxpar.signatures.matmul import formula
 from fxpar.signatures.op_call import OpCall
 
 
-def _experts_of(values: Tensor, dims: int) -> Tensor:
-    """What belongs to experts, its groups in one dimension; `dims` are the dimensions of a group."""
+def _groups(values: Tensor, dims: int = 2) -> Tensor:
+    """Returns rows, or what belongs to experts, with one dimension for the group; `dims` are those of a group."""
     return values.reshape(math.prod(values.shape[: values.dim() - dims]), *values.shape[values.dim() - dims :])
-
-
-def _groups(rows: Tensor) -> Tensor:
-    """Rows with one dimension for the group."""
-    return rows.reshape(math.prod(rows.shape[:-2]), *rows.shape[-2:])
 
 
 def _summed(parts: Tensor, lead: tuple[int, ...]) -> Tensor:
@@ -148,7 +142,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool, 
     Returns:
         [..., M, o].
     """
-    matrices, groups = _experts_of(weight, 3), _groups(x)
+    matrices, groups = _groups(weight, 3), _groups(x)
     matrices = matrices if transposed else matrices.mT
     counted = counts.reshape(-1, counts.shape[-1])
     products = [product(rows, matrices[g % len(matrices)], counted[g], fill) for g, rows in enumerate(groups)]
@@ -251,7 +245,7 @@ def expand_by_expert(v: Tensor, counts: Tensor, rows: int) -> Tensor:
     Returns:
         [..., M, o].
     """
-    biases, counted = _experts_of(v, 2), counts.reshape(-1, counts.shape[-1])
+    biases, counted = _groups(v), counts.reshape(-1, counts.shape[-1])
     shape = (*counts.shape[:-1], rows, v.shape[-1])
     if not len(counted) or not counts.shape[-1]:
         return v.new_zeros(shape)
@@ -323,13 +317,13 @@ def product(x: Tensor, matrices: Tensor, counts: Tensor, fill: bool) -> Tensor:
         products: Tensor = torch.ops.aten._grouped_mm(x, matrices, ends).contiguous()  # it may have padded rows
         if not fill:
             return products
-        module = permute.row_kernels_for(products)  # torch's leaves the rows behind all experts' as they are
+        module = row_kernels_for(products)  # torch's leaves the rows behind all experts' as they are
         if module is not None:
             cleared: Tensor = module.clear_behind(products, ends[-1])
             return cleared
         places = torch.arange(x.shape[0], device=x.device)
         return torch.where((places < ends[-1]).unsqueeze(-1), products, 0)
-    products = x.new_full((x.shape[0], matrices.shape[-1]), permute.nobodys(fill))
+    products = x.new_full((x.shape[0], matrices.shape[-1]), nobodys(fill))
     if _is_recorded(x):
         for mask, matrix in zip(_masks(counts, x.shape[0]), matrices, strict=True):
             products = torch.where(mask, x @ matrix, products)
@@ -446,9 +440,7 @@ def swiglu_rows(x: Tensor, counts: Tensor, fill: bool = True) -> Tensor:
     """
     module = row_kernels_for(x)
     if module is not None:
-        from fxpar.experts.operators import row_kernels
-
-        gated = row_kernels.gate(_flat_groups(x, 3), counts.sum(-1).view(-1), fill)
+        gated: Tensor = module.gate(flat_groups(x, 3), counts.sum(-1).view(-1), fill)
         return gated.view(*x.shape[:-2], x.shape[-1])
     gate, up = x.to(promoted(x.dtype)).unbind(-2)
     masked: Tensor = torch.where(_are_somebodys(x.shape[-3], counts), functional.silu(gate) * up, nobodys(fill))
@@ -494,20 +486,14 @@ def swiglu_gradient(gradient: Tensor, x: Tensor, counts: Tensor, fill: bool = Tr
     """
     module = row_kernels_for(x)
     if module is not None:
-        from fxpar.experts.operators import row_kernels
-
         row_counts = counts.sum(-1).view(-1)
-        return row_kernels.gate_backward(_flat_groups(gradient, 2), _flat_groups(x, 3), row_counts, fill).view(x.shape)
+        of_halves: Tensor = module.gate_backward(flat_groups(gradient, 2), flat_groups(x, 3), row_counts, fill)
+        return of_halves.view(x.shape)
     gate, up = x.to(promoted(x.dtype)).unbind(-2)
     wide, share = gradient.to(gate.dtype), gate.sigmoid()
     stacked = torch.stack([wide * up * share * (1 + gate * (1 - share)), wide * gate * share], dim=-2)
     masked: Tensor = torch.where(_are_somebodys(x.shape[-3], counts).unsqueeze(-1), stacked, nobodys(fill))
     return masked.to(x.dtype)
-
-
-def _flat_groups(x: Tensor, dims: int) -> Tensor:
-    lead = x.shape[: x.dim() - dims]
-    return x.contiguous().view(math.prod(lead), *x.shape[x.dim() - dims :])
 
 
 def _are_somebodys(rows: int, counts: Tensor) -> Tensor:

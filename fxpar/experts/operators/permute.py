@@ -43,13 +43,19 @@ def sort_by_expert(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     Returns:
         The order, int64[..., T * K], and the counts, int64[..., E].
     """
-    flat = indices.flatten(-2)
-    # A radix sort of 32 bits takes half as many passes as one of 64.
-    keys = torch.where((flat >= 0) & (flat < experts), flat, experts).to(torch.int32)
+    keys = _keys(indices.flatten(-2), experts)
     ranked, order = keys.sort(dim=-1, stable=True)
     # Neither bincount, which reads on the host, nor a sum at indices, which waits for itself where many are equal.
     bounds = torch.arange(experts, device=keys.device, dtype=keys.dtype).expand(*keys.shape[:-1], experts).contiguous()
     return order, torch.searchsorted(ranked, bounds, right=True) - torch.searchsorted(ranked, bounds)
+
+
+def _keys(flat: Tensor, experts: int) -> Tensor:
+    """Returns the experts of pairs, E for what is no number of one.
+
+    A radix sort of 32 bits takes half as many passes as one of 64.
+    """
+    return torch.where((flat >= 0) & (flat < experts), flat, experts).to(torch.int32)
 
 
 def _bins(x: Tensor, count: int) -> Tensor:
@@ -262,18 +268,29 @@ def dot_rows(x: Tensor, y: Tensor, order: Tensor, k: int, dtype: torch.dtype) ->
     Returns:
         [..., T, K]; zeros for a pair without a row.
     """
-    return _dots(x, y, order, k, dtype)
+    tokens, shape = x.shape[-2], (*order.shape[:-1], x.shape[-2], k)
+    if not tokens or not order.shape[-1]:
+        return x.new_zeros(shape, dtype=dtype)
+    module = row_kernels_for(x)
+    if module is not None:
+        products: Tensor = module.dots(flat_groups(x, 2), flat_groups(y, 2), flat_groups(order, 1), k, dtype)
+        return products.view(shape)
+    kind = promoted(x.dtype, y.dtype)
+    row_products = (_take(x, None, order, k, kind, True) * y.to(kind)).sum(-1)
+    places = places_of(order, tokens, k).flatten(-2)
+    picked = row_products.gather(-1, places.clamp_min(0))
+    return torch.where(places > NO_ROW, picked, 0).to(dtype).view(shape)
 
 
 # Pairs beyond an expert's capacity go to nobody. Nothing is read on the host. Leading dimensions, one for each axis
 # that cuts tokens, stand for ranks: each fills its own places of every expert.
 
 
-def _first_shape(indices: Tensor, experts: int, capacity: int) -> Tensor:
+def _like_indices(indices: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(indices, memory_format=torch.contiguous_format)
 
 
-@torch_operator("drop_by_position", fake=_first_shape, rule=Rule(formula("... _ _ -> ... _ _", "indices")))
+@torch_operator("drop_by_position", fake=_like_indices, rule=Rule(formula("... _ _ -> ... _ _", "indices")))
 def drop_by_position(indices: Tensor, experts: int, capacity: int) -> Tensor:
     """Each expert keeps the tokens that stand first.
 
@@ -288,12 +305,8 @@ def drop_by_position(indices: Tensor, experts: int, capacity: int) -> Tensor:
     return _kept(indices, None, experts, capacity)
 
 
-def _heaviest_shape(indices: Tensor, weights: Tensor, experts: int, capacity: int) -> Tensor:
-    return torch.empty_like(indices, memory_format=torch.contiguous_format)
-
-
 @torch_operator(
-    "drop_by_probability", fake=_heaviest_shape, rule=Rule(formula("... _ _, ... _ _ -> ... _ _", "indices", "weights"))
+    "drop_by_probability", fake=_like_indices, rule=Rule(formula("... _ _, ... _ _ -> ... _ _", "indices", "weights"))
 )
 def drop_by_probability(indices: Tensor, weights: Tensor, experts: int, capacity: int) -> Tensor:
     """Each expert keeps the tokens that give it most weight, of equal ones those that stand first.
@@ -312,7 +325,7 @@ def drop_by_probability(indices: Tensor, weights: Tensor, experts: int, capacity
 
 def _kept(indices: Tensor, weights: Tensor | None, experts: int, capacity: int) -> Tensor:
     flat = indices.flatten(-2)
-    keys = torch.where((flat >= 0) & (flat < experts), flat, experts).to(torch.int32)
+    keys = _keys(flat, experts)
     heaviest = None if weights is None else weights.flatten(-2).sort(dim=-1, descending=True, stable=True).indices
     ranked, order = (keys if heaviest is None else keys.gather(-1, heaviest)).sort(dim=-1, stable=True)
     order = order if heaviest is None else heaviest.gather(-1, order)
@@ -340,13 +353,13 @@ def row_kernels_for(x: Tensor) -> ModuleType | None:
     """The module of kernels for a tensor's device and type, None where there is none."""
     if not x.is_cuda or not x.is_floating_point() or not _has_triton():
         return None
-    from fxpar.experts.operators import row_kernels
+    import fxpar.experts.operators.row_kernels as row_kernels
 
     return row_kernels
 
 
-def _flat(x: Tensor, trailing: int) -> Tensor:
-    """Contiguous, leading dimensions in one before `trailing` others."""
+def flat_groups(x: Tensor, trailing: int) -> Tensor:
+    """Returns x contiguous, with its leading dimensions in one before `trailing` others."""
     lead = x.shape[: x.dim() - trailing]
     return x.contiguous().view(math.prod(lead), *x.shape[x.dim() - trailing :])
 
@@ -370,25 +383,14 @@ def check_rows(y: Tensor, order: Tensor) -> None:
 
 
 def _take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch.dtype, fill: bool) -> Tensor:
-    """Each row's token, times its weight; zeros where the order is -1, or with `fill` False anything.
-
-    Args:
-        x: [..., T, h].
-        weights: [..., T, K], or None.
-        order: int64[..., M].
-        k: K.
-        dtype: of the result.
-
-    Returns:
-        [..., M, h].
-    """
+    """Computes `moe_permute`, or with weights `take_weighed`."""
     shape = (*order.shape, x.shape[-1])
     if not x.shape[-2]:
         return x.new_zeros(shape, dtype=dtype)
     module = row_kernels_for(x)
     if module is not None:
-        flat_weights = None if weights is None else _flat(weights, 2)
-        taken: Tensor = module.take(_flat(x, 2), flat_weights, _flat(order, 1), k, dtype, fill)
+        flat_weights = None if weights is None else flat_groups(weights, 2)
+        taken: Tensor = module.take(flat_groups(x, 2), flat_weights, flat_groups(order, 1), k, dtype, fill)
         return taken.view(shape)
     place = order.clamp_min(0)
     rows = x.gather(-2, (place // k).unsqueeze(-1).expand(shape))
@@ -416,26 +418,14 @@ def places_of(order: Tensor, tokens: int, k: int) -> Tensor:
 
 
 def _put(y: Tensor, weights: Tensor | None, order: Tensor, tokens: int, k: int, dtype: torch.dtype) -> Tensor:
-    """For each token the sum of its rows, times their weights, added in the order of its experts k = 0, 1, ….
-
-    Args:
-        y: [..., M, h].
-        weights: [..., T, K], or None.
-        order: int64[..., M].
-        tokens: T.
-        k: K.
-        dtype: of the result.
-
-    Returns:
-        [..., T, h]; zeros for a token without rows.
-    """
+    """Computes `moe_unpermute`, or with weights `moe_combine`."""
     shape = (*order.shape[:-1], tokens, y.shape[-1])
     if not order.shape[-1] or not k:
         return y.new_zeros(shape, dtype=dtype)
     places, module = places_of(order, tokens, k), row_kernels_for(y)
     if module is not None:
-        flat_weights = None if weights is None else _flat(weights, 2)
-        sums: Tensor = module.put(_flat(y, 2), flat_weights, _flat(places, 2), dtype)
+        flat_weights = None if weights is None else flat_groups(weights, 2)
+        sums: Tensor = module.put(flat_groups(y, 2), flat_weights, flat_groups(places, 2), dtype)
         return sums.view(shape)
     kind = promoted(y.dtype, y.dtype if weights is None else weights.dtype)
     total = y.new_zeros(shape, dtype=kind)
@@ -445,30 +435,3 @@ def _put(y: Tensor, weights: Tensor | None, order: Tensor, tokens: int, k: int, 
         rows = rows if weights is None else rows * weights[..., j].unsqueeze(-1).to(kind)
         total = total + torch.where(place > NO_ROW, rows, 0)
     return total.to(dtype)
-
-
-def _dots(x: Tensor, y: Tensor, order: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-    """For each pair the product of its row with its token, summed over h.
-
-    Args:
-        x: tokens, [..., T, h].
-        y: rows, [..., M, h].
-        order: int64[..., M].
-        k: K.
-        dtype: of the result.
-
-    Returns:
-        [..., T, K]; zeros for a pair without a row.
-    """
-    tokens, shape = x.shape[-2], (*order.shape[:-1], x.shape[-2], k)
-    if not tokens or not order.shape[-1]:
-        return x.new_zeros(shape, dtype=dtype)
-    module = row_kernels_for(x)
-    if module is not None:
-        products: Tensor = module.dots(_flat(x, 2), _flat(y, 2), _flat(order, 1), k, dtype)
-        return products.view(shape)
-    kind = promoted(x.dtype, y.dtype)
-    row_products = (_take(x, None, order, k, kind, True) * y.to(kind)).sum(-1)
-    places = places_of(order, tokens, k).flatten(-2)
-    picked = row_products.gather(-1, places.clamp_min(0))
-    return torch.where(places > NO_ROW, picked, 0).to(dtype).view(shape)

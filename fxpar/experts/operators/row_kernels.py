@@ -196,7 +196,7 @@ def put(y: Tensor, weights: Tensor | None, places: Tensor, dtype: torch.dtype) -
 
 
 def dots(x: Tensor, y: Tensor, order: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-    """For each pair the product of its row with its token, [g, T, k]; see `_dots` of `fxpar.experts.operators.permute`.
+    """For each pair the product of its row with its token, [g, T, k]; see `dot_rows`.
 
     Args:
         x: [g, T, h].
