@@ -211,12 +211,7 @@ _record = partial(Operator, stage=Property.RNG, draws=True)
 @partial(
     _record,
     rule=_with_summands(
-        indexed(
-            _gradient_labels,
-            _first_of(_gradient_of_value_alone, _drawn),
-            (("gradient",),),
-            signature_of_summands,
-        )
+        indexed(_gradient_labels, _first_of(_gradient_of_value_alone, _drawn), (("gradient",),), signature_of_summands)
     ),
     shape=_gradient_shape,
     lower=_lower_backward,

@@ -177,16 +177,9 @@ def lower_sum(node: fx.Node, rank: OnRank) -> LoweredCall:
         return LoweredCall(peer_copies.sum_in_one_shot, (node.args[0], *ranks.copies))
     if ranks.copies is not None:
         return LoweredCall(
-            peer_copies.start_sum,
-            (node.args[0], *ranks.copies),
-            finish=peer_copies.summed,
-            rest=ranks.copies,
+            peer_copies.start_sum, (node.args[0], *ranks.copies), finish=peer_copies.summed, rest=ranks.copies
         )
-    return LoweredCall(
-        process_group.start_sum,
-        (node.args[0], ranks.group),
-        finish=process_group.arrived,
-    )
+    return LoweredCall(process_group.start_sum, (node.args[0], ranks.group), finish=process_group.arrived)
 
 
 def lower_gather(node: fx.Node, rank: OnRank) -> LoweredCall:
@@ -195,10 +188,7 @@ def lower_gather(node: fx.Node, rank: OnRank) -> LoweredCall:
     if ranks.copies is not None:
         rest = (*rank.cut(source), *ranks.copies)
         return LoweredCall(
-            peer_copies.start_gather,
-            (node.args[0], *ranks.copies),
-            finish=peer_copies.gathered,
-            rest=rest,
+            peer_copies.start_gather, (node.args[0], *ranks.copies), finish=peer_copies.gathered, rest=rest
         )
     start = (node.args[0], ranks.group, ranks.size)
     return LoweredCall(process_group.start_gather, start, finish=process_group.put_in_places, rest=rank.cut(source))
@@ -245,25 +235,14 @@ def lower_all_to_all(node: fx.Node, rank: OnRank) -> LoweredCall:
     before, after, where = rank.cut(source), rank.cut(result), (ranks.group, ranks.size)
     if source.dim == result.dim:
         rest = (before, after, ranks.size, ranks.index)
-        return LoweredCall(
-            process_group.start_gather,
-            (node.args[0], *where),
-            finish=process_group.recut,
-            rest=rest,
-        )
+        return LoweredCall(process_group.start_gather, (node.args[0], *where), finish=process_group.recut, rest=rest)
     if ranks.copies is not None:
         start = (node.args[0], *after, ranks.size, *ranks.copies)
         return LoweredCall(
-            peer_copies.start_exchange,
-            start,
-            finish=peer_copies.exchanged,
-            rest=(*before, *ranks.copies),
+            peer_copies.start_exchange, start, finish=peer_copies.exchanged, rest=(*before, *ranks.copies)
         )
     return LoweredCall(
-        process_group.start_exchange,
-        (node.args[0], *after, *where),
-        finish=process_group.put_in_places,
-        rest=before,
+        process_group.start_exchange, (node.args[0], *after, *where), finish=process_group.put_in_places, rest=before
     )
 
 
@@ -299,12 +278,7 @@ def lower_coalesced(node: fx.Node, rank: OnRank) -> LoweredCall:
         cuts.append((placement.dim, pieces) if placement.is_shard else None)
     args = list(node.args), cuts
     rest = (*args, ranks.size, ranks.index)
-    return LoweredCall(
-        start_sums,
-        (*args, ranks.group, ranks.size, ranks.index),
-        finish=sums,
-        rest=rest,
-    )
+    return LoweredCall(start_sums, (*args, ranks.group, ranks.size, ranks.index), finish=sums, rest=rest)
 
 
 # Dimension and pieces of a weight of which ranks share blocks, as tuples of `SharedSegment`'s fields; None of one that
@@ -350,13 +324,7 @@ def _pieces(item: tuple[int, Sequence[Sequence[Any]]]) -> tuple[int, list[Shared
 _record = partial(Operator, shape=shape, traffic=traffic, stage=Property.COLLECTIVES, derivative=_conjugated)
 
 
-@partial(
-    _record,
-    kinds=("I", "R"),
-    sends=("", "all_reduce"),
-    lower=as_it_is,
-    sums_gradients=True,
-)
+@partial(_record, kinds=("I", "R"), sends=("", "all_reduce"), lower=as_it_is, sums_gradients=True)
 def copy_to(x: Any, *, axis: str) -> Any:
     """I → R (Megatron's f): identity; all-reduce of the gradient."""
 
@@ -366,45 +334,22 @@ def reduce_from(x: Any, *, axis: str) -> Any:
     """P → I (Megatron's g): all-reduce; identity on the gradient."""
 
 
-@partial(
-    _record,
-    kinds=("S", "R"),
-    sends=("all_gather", "reduce_scatter"),
-    lower=lower_gather,
-    copies=True,
-)
+@partial(_record, kinds=("S", "R"), sends=("all_gather", "reduce_scatter"), lower=lower_gather, copies=True)
 def all_gather(x: Any, *, axis: str) -> Any:
     """S → R (sequence-parallel gather): all-gather; reduce-scatter of the gradient."""
 
 
-@partial(
-    _record,
-    kinds=("P", "S"),
-    sends=("reduce_scatter", "all_gather"),
-    lower=lower_scatter,
-    copies=True,
-)
+@partial(_record, kinds=("P", "S"), sends=("reduce_scatter", "all_gather"), lower=lower_scatter, copies=True)
 def reduce_scatter(x: Any, *, axis: str) -> Any:
     """P → S (sequence-parallel scatter-reduce): reduce-scatter; all-gather of the gradient."""
 
 
-@partial(
-    _record,
-    kinds=("I", "S"),
-    sends=("", "all_gather"),
-    lower=lower_r_to_s,
-)
+@partial(_record, kinds=("I", "S"), sends=("", "all_gather"), lower=lower_r_to_s)
 def i_to_s(x: Any, *, axis: str) -> Any:
     """I → S: each rank keeps its block; all-gather of the gradient."""
 
 
-@partial(
-    _record,
-    kinds=("S", "I"),
-    sends=("all_gather", ""),
-    lower=lower_gather,
-    copies=True,
-)
+@partial(_record, kinds=("S", "I"), sends=("all_gather", ""), lower=lower_gather, copies=True)
 def s_to_i(x: Any, *, axis: str) -> Any:
     """S → I: all-gather; each rank keeps its block of the gradient."""
 
@@ -414,13 +359,7 @@ def r_to_s(x: Any, *, axis: str) -> Any:
     """R → S: each rank keeps its block; the gradient is padded with zeros, a summand."""
 
 
-@partial(
-    _record,
-    kinds=("P", "R"),
-    sends=("all_reduce", "all_reduce"),
-    lower=lower_sum,
-    copies=True,
-)
+@partial(_record, kinds=("P", "R"), sends=("all_reduce", "all_reduce"), lower=lower_sum, copies=True)
 def all_reduce(x: Any, *, axis: str) -> Any:
     """P → R: all-reduce, forward and backward."""
 
@@ -452,13 +391,7 @@ def all_to_all(x: Any, *, axis: str) -> Any:
     """S(i) → S(j): all-to-all, forward and backward."""
 
 
-@partial(
-    _record,
-    kinds=("S", "S"),
-    sends=("", "all_reduce"),
-    lower=as_it_is,
-    sums_gradients=True,
-)
+@partial(_record, kinds=("S", "S"), sends=("", "all_reduce"), lower=as_it_is, sums_gradients=True)
 def copy_to_shared(x: Any, *, axis: str) -> Any:
     """S; I → S (f among the ranks that share a block): identity; all-reduce of the gradients of what is shared."""
 

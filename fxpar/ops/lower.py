@@ -70,11 +70,7 @@ class Lowered:
 
 
 def lower(
-    program: Program,
-    groups: Mapping[str, Group],
-    device: torch.device | str = "cpu",
-    *,
-    uneven_rows: bool = False,
+    program: Program, groups: Mapping[str, Group], device: torch.device | str = "cpu", *, uneven_rows: bool = False
 ) -> Lowered:
     """Lowers a program.
 

@@ -62,12 +62,7 @@ class OnRank:
     """
 
     def __init__(
-        self,
-        program: Program,
-        groups: Mapping[str, Group],
-        device: torch.device,
-        *,
-        uneven_rows: bool = False,
+        self, program: Program, groups: Mapping[str, Group], device: torch.device, *, uneven_rows: bool = False
     ) -> None:
         """Adds the placeholders of indices and rows behind those of the program."""
         self.program, self.device = program, device

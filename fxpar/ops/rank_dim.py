@@ -144,13 +144,7 @@ def _sum_elsewhere(self: Any, dim: int) -> Any:
     """What summing is on an axis that it does not name."""
 
 
-@demanding(
-    _expanded,
-    like=_expand_elsewhere,
-    shape=_expanded_shape,
-    lower=_lower_expand,
-    derivative=_of_ranks,
-)
+@demanding(_expanded, like=_expand_elsewhere, shape=_expanded_shape, lower=_lower_expand, derivative=_of_ranks)
 def expand_over(self: Any, dim: int, *, axis: str) -> Any:
     """A value once for each rank of the axis, R → S(dim): […] → [… n …], with n ranks.
 
