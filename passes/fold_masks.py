@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from fxpar.elements import TRUE, Element, Numbers, Predicate, broadcast, elements, index
+from fxpar.elements.aten_elements import broadcast, elements
+from fxpar.elements.numbers import TRUE, Element, Numbers, Predicate, index
 from fxpar.errors import PassError
 from fxpar.ir.program import Note, Program, ScalarType, TensorType, note, remove_dead, set_note, tensor_type
 from fxpar.ir.properties import Property

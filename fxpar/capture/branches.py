@@ -20,7 +20,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from fxpar.capture import patches
 from fxpar.capture.expert_modules import is_named_so
 from fxpar.capture.places import is_foreign_file, place_of
-from fxpar.elements import FALSE, TRUE, Element, elements
+from fxpar.elements.aten_elements import elements
+from fxpar.elements.numbers import FALSE, TRUE, Element
 from fxpar.errors import CaptureError, loop_of_experts
 from fxpar.ir.program import Note, ScalarType, TensorType, set_note
 from fxpar.layout.symbolic_sizes import Size, simplify, symbol

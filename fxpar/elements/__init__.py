@@ -3,8 +3,3 @@
 Enters: nodes of a program. Leaves: for each node whose elements depend on no input and no parameter a formula: of
 booleans a `Predicate`, of numbers `Numbers`. What it does not know it says nothing of; what it says is proved.
 """
-
-from fxpar.elements.aten_elements import broadcast, elements
-from fxpar.elements.numbers import FALSE, TRUE, Element, Numbers, Predicate, index, never_negative
-
-__all__ = ["FALSE", "TRUE", "Element", "Numbers", "Predicate", "broadcast", "elements", "index", "never_negative"]

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.elements import Numbers, broadcast, elements, index
+from fxpar.elements.aten_elements import broadcast, elements
+from fxpar.elements.numbers import Numbers, index
 from fxpar.ir.program import Program, ScalarType, TensorType, note, operands, output_types, set_note, tensor_type
 from fxpar.layout.symbolic_sizes import Size, divide, names, product, sign, simplify
 from fxpar.rewrite.means import Counting, wide

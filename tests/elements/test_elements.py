@@ -12,8 +12,19 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from fxpar.elements import FALSE, TRUE, Element, Predicate, elements, index, never_negative
-from fxpar.elements.numbers import at_least_zero, both, either, negated
+from fxpar.elements.aten_elements import elements
+from fxpar.elements.numbers import (
+    FALSE,
+    TRUE,
+    Element,
+    Predicate,
+    at_least_zero,
+    both,
+    either,
+    index,
+    negated,
+    never_negative,
+)
 from fxpar.ir.program import Program, ScalarType, note, tensor_type
 from fxpar.layout.symbolic_sizes import Size, evaluate, symbol
 from fxpar.text.parsing import parse_program
