@@ -13,7 +13,7 @@ from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.cost.communication import collectives
 from fxpar.errors import CheckFailed, FxparError, PassError, PlanError
-from fxpar.experts.operators import capacity_indices
+from fxpar.experts.operators import sent_rows
 from fxpar.ir.program import output_layouts
 from fxpar.manager import PassManager
 from fxpar.plan.option_groups import Experts
@@ -159,12 +159,12 @@ def test_a_budget_has_fewer_places_and_says_when_rows_lack_one(dispatch: str, pl
 def test_rows_without_a_place_are_left_out_and_counted() -> None:
     counts = torch.tensor([[3, 1, 0, 2], [0, 0, 1, 1]])
     order = torch.arange(6).repeat(2, 1)
-    assert capacity_indices.block_excess(counts, 2, 3).tolist() == [[1], [0]]
-    assert capacity_indices.dispatch_indices(order, counts, 2, 3).tolist() == [
+    assert sent_rows.block_excess(counts, 2, 3).tolist() == [[1], [0]]
+    assert sent_rows.dispatch_indices(order, counts, 2, 3).tolist() == [
         [0, 1, 2, 4, 5, -1],
         [-1, -1, -1, 0, 1, -1],
     ]
-    found, total = capacity_indices.received_order(counts.view(2, 2, 2), 3)
+    found, total = sent_rows.received_order(counts.view(2, 2, 2), 3)
     assert total.tolist() == [[3, 2], [1, 1]]
     assert found.tolist() == [[0, 1, 2, 3, 4, -1], [3, 4, -1, -1, -1, -1]]
 

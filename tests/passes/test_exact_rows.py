@@ -13,7 +13,7 @@ from fxpar.compile import compile_program
 from fxpar.cost.capturable import capture_regions
 from fxpar.cost.communication import collectives
 from fxpar.errors import FxparError
-from fxpar.experts.operators import capacity_indices, permute
+from fxpar.experts.operators import permute, sent_rows
 from fxpar.manager import PassManager
 from fxpar.passes.differentiate import differentiate
 from fxpar.passes.mark_regions import mark_regions
@@ -169,7 +169,7 @@ def test_what_arrived_stands_by_expert_and_within_one_by_source() -> None:
     counts = torch.randint(0, 4, (3, 2, 5), generator=generator)
     counts[1] = 0
     most = int(counts.sum((-1, -2)).max())
-    order, total = capacity_indices.arrived_order(counts, most)
+    order, total = sent_rows.arrived_order(counts, most)
     for each, found, own in zip(counts, order, total, strict=True):
         pairs = [(e, s) for s in range(2) for e in range(5) for _ in range(int(each[s, e]))]
         wanted = sorted(range(len(pairs)), key=lambda place: (*pairs[place], place))

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpar.experts.operators.capacity_indices import dispatch_indices
 from fxpar.experts.operators.grouped import grouped_linear, grouped_outer, swiglu_gradient, swiglu_rows
 from fxpar.experts.operators.permute import (
     dot_rows,
@@ -18,6 +17,7 @@ from fxpar.experts.operators.permute import (
     sort_by_expert,
     take_weighed,
 )
+from fxpar.experts.operators.sent_rows import dispatch_indices
 
 pytestmark = pytest.mark.gpu
 
