@@ -66,6 +66,7 @@ class OnShapes:
     @property
     def by_name(self) -> dict[str, Any]:
         """Returns the arguments by name, with the defaults of those that were not passed."""
+        # The node has nodes where this call has tensors, in the same order.
         bound = bind_arguments(self.node)
         return {**bound, **dict(zip(bound, self.args, strict=False)), **self.kwargs}
 

@@ -32,6 +32,7 @@ from fxpar.ops.vocabulary import (
     topk_backward,
 )
 
+# Only `register` fills these: readers see them grow through the views below.
 _OPERATORS: dict[str, Operator] = {}
 _COMPOSITE_OF: dict[Any, Operator] = {}
 

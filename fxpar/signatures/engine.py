@@ -370,5 +370,6 @@ def by_overload(entries: Mapping[str, _T]) -> dict[str, _T]:
     Args:
         entries: by one name or several with blanks between them; one without a dot is that of the default overload.
     """
+    # A later entry of the same name takes the place of an earlier one, so that a table may refine a list.
     by_name = {name: entry for names, entry in entries.items() for name in names.split()}
     return {f"aten.{name if '.' in name else f'{name}.default'}": entry for name, entry in by_name.items()}

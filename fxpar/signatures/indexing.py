@@ -34,7 +34,7 @@ def _index(call: OpCall) -> Labelling | Refusal:
 
 
 def _gather(call: OpCall) -> Labelling | Refusal:
-    """The index may be cut along `dim`; along the others only where it covers them."""
+    """Cuts the index along `dim`, and along other dimensions only where it covers them."""
     shape, index = call.operands[0].shape, call.operands[1].shape
     dim = wrap(call.get("dim", 0), len(shape)) if shape else 0
     labels = numbered(len(index))
@@ -44,7 +44,10 @@ def _gather(call: OpCall) -> Labelling | Refusal:
 
 
 def _embedding(call: OpCall) -> Labelling | Refusal:
-    """`_ h, i… -> i… h`; cutting the vocabulary needs masks and belongs to a composite operator."""
+    """Reads `_ h, i… -> i… h`.
+
+    A cut of the vocabulary needs masks: it belongs to a composite operator.
+    """
     lead = numbered(len(call.operands[1].shape))
     if call.get("scale_grad_by_freq"):  # the gradient is divided by counts over all indices
         lead = (None,) * len(lead)
@@ -81,7 +84,7 @@ _Check = Callable[[OpCall, Sequence[Placement]], tuple[Placement, ...] | Refusal
 
 
 def ignoring(unread: Callable[[OpCall], Sequence[str]], rule: Rule) -> Rule:
-    """The rule with operands that may be partial because their values are not read."""
+    """Returns the rule with operands that may be partial because their values are not read."""
 
     def check(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
         names = unread(call)
@@ -94,7 +97,7 @@ def ignoring(unread: Callable[[OpCall], Sequence[str]], rule: Rule) -> Rule:
 
 
 def _of_rows(labels: Callable[[OpCall], Labelling | Refusal], rows: Callable[[OpCall], Labels]) -> _Check:
-    """What is added may be cut where it is indexed: each rank adds its own, to a summand of what is added to.
+    """Lets what is added be cut where it is indexed: each rank adds its part, to a summand of what is added to.
 
     Args:
         labels: of a call whose indexed dimensions are whole.
@@ -124,7 +127,7 @@ def _of_rows(labels: Callable[[OpCall], Labelling | Refusal], rows: Callable[[Op
 
 
 def _scatter(call: OpCall) -> Labelling | Refusal:
-    """A dimension gets elements at places of its own: it stays whole; the others go along where all have them whole.
+    """Keeps the dimension whole whose elements get new places; the others go along where all operands have them whole.
 
     Along `dim` index and source are one (`rows`), which is summed.
     """
@@ -154,7 +157,7 @@ def _rows(call: OpCall) -> Labels:
 
 
 def _index_add(call: OpCall) -> Labelling | Refusal:
-    """`dim` gets the rows of `source` at their places."""
+    """Puts the rows of `source` in their places of `dim`."""
     rank, dim = len(call.operands[0].shape), call.get("dim")
     whole = numbered(rank, dim)
     source = tuple("rows" if label is None else label for label in whole)
@@ -196,6 +199,7 @@ def _index_put(call: OpCall) -> Labelling | Refusal:
 
 
 def _value_unread(call: OpCall) -> tuple[str, ...]:
+    """Returns the operand of which only the shape is read."""
     return ("self",)
 
 
@@ -213,7 +217,7 @@ def _convolution(call: OpCall) -> Labelling | Refusal:
 
 
 def _one_gradient(call: OpCall) -> int | None:
-    """Which of the gradients of input, weight and bias is computed; None where it is not one of the first two."""
+    """Returns which gradient of input, weight and bias is computed; None where it is not one of the first two."""
     needed = [i for i, flag in enumerate(call.get("output_mask")) if flag]
     return needed[0] if needed in ([0], [1]) else None
 
@@ -240,7 +244,7 @@ def _shape_alone(call: OpCall) -> tuple[str, ...]:
 
 
 def _diagonal(call: OpCall) -> Labelling | Refusal:
-    """The two dimensions of a diagonal stay whole, and so does the last one, which is the diagonal."""
+    """Keeps the two dimensions of a diagonal whole, and the last one, which is the diagonal."""
     rank = max(len(kind.shape) for kind in (*call.operands, *call.outputs))
     wide = numbered(rank, call.get("dim1"), call.get("dim2"))
     narrow: Labels = (*(label for label in wide if label is not None), None)
