@@ -88,23 +88,3 @@ class CheckFailed(FxparError):
     """Says that a static or numerical check of a program failed."""
 
     advice = "correct the pass or the text that made it so; `fxpar bisect` names the pass"
-
-
-# The refusal of a loop over experts that picks as many rows as the routing sends.
-
-
-def loop_of_experts(where: str, path: str) -> CaptureError:
-    """Refuses a loop over experts.
-
-    Args:
-        where: the author's line.
-        path: of the module that has it; empty where that is the model.
-    """
-    globs = f"Plan(experts=Experts(expert_modules=({path!r},)))"
-    named = f"name it: {globs}" if path else "make it a module, and name that in Experts(expert_modules=…)"
-    return CaptureError(
-        "its rows are picked expert by expert, as many as the routing sends to each, which no program can hold",
-        where=f"{where} ({path})" if path else where,
-        remedy="call fxpar.ops.experts in it; or where the forward is (hidden_states, top_k_index, top_k_weights) "
-        f"{named}",
-    )

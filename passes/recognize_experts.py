@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fxpar.errors import loop_of_experts
+from fxpar.experts.compiler.choices import PICKS, picked_rows_error
 from fxpar.experts.compiler.chosen_matrices import write_pairs
 from fxpar.experts.compiler.looped_experts import write_loops
 from fxpar.experts.compiler.routing_facts import routing_facts
@@ -58,8 +58,8 @@ def recognize_experts(program: Program) -> Program:
     remove_dead(list(program.graph.nodes))
     used: set[str] = set()
     for node in program.graph.nodes:
-        if node.target is torch.ops.aten.where.default:
-            raise loop_of_experts(note(node).source or f"%{node.name}", note(node).fqn)
+        if node.target is PICKS:
+            raise picked_rows_error(note(node).source or f"%{node.name}", note(node).fqn)
         if node.op != "output":
             used |= names(size for kind in output_types(node) for size in kind.shape)
     return program.with_(counted=tuple(symbol for symbol in program.counted if symbol.name in used))

@@ -13,16 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpar.capture import patches
-from fxpar.capture.expert_modules import is_named_so
-from fxpar.capture.places import is_foreign_file, place_of
+from fxpar.capture.places import is_foreign_file
 from fxpar.elements.aten_elements import elements
 from fxpar.elements.numbers import FALSE, TRUE, Element
-from fxpar.errors import CaptureError, loop_of_experts
+from fxpar.errors import CaptureError
 from fxpar.ir.program import Note, ScalarType, TensorType, set_note
 from fxpar.layout.symbolic_sizes import Size, simplify, symbol
 
@@ -152,52 +150,6 @@ def _asks(depth: int) -> bool:
     """Whether the author's code stands so many frames above the caller; generated code has torch's own questions."""
     file = sys._getframe(depth + 1).f_code.co_filename
     return is_foreign_file(file) and not file.startswith(_GENERATED)
-
-
-# Loops over experts that a trace cannot hold: which they are, and what to do.
-
-# `where(mask)`, and `mask.nonzero(as_tuple=True)`, which is the same.
-FINDS, FINDS_TOO = torch.ops.aten.where.default, torch.ops.aten.nonzero_numpy.default
-_TOPK = torch.ops.aten.topk.default
-
-
-def choice_of(node: fx.Node) -> fx.Node | None:
-    """The top-k of whose indices a value is made, and of nothing else but numbers: so experts find their rows."""
-    pending, seen = [node], set[fx.Node]()
-    while pending:
-        source = pending.pop()
-        if source.target is _TOPK:
-            return source
-        value = source.meta.get("val")
-        if source in seen or (isinstance(value, Tensor) and value.is_floating_point()):
-            continue
-        seen.add(source)
-        pending.extend(source.all_input_nodes)
-    return None
-
-
-def refuse_loop(error: BaseException, model: nn.Module, prefix: str) -> None:
-    """Refuses a loop over experts that a trace has failed in.
-
-    Args:
-        error: of the trace.
-        model: that was traced.
-        prefix: what module paths begin with besides the author's names.
-
-    Raises:
-        CaptureError: the innermost module of the author's that it was raised in is one of experts.
-    """
-    if not isinstance(error, GuardOnDataDependentSymNode):
-        return
-    # By what their attributes are in: a trace may call a module by a proxy that shares them.
-    paths = {id(vars(module)): (path, module) for path, module in model.named_modules()}
-    entry, innermost = error.__traceback__, None
-    while entry is not None:
-        receiver = entry.tb_frame.f_locals.get("self")
-        innermost = paths.get(id(vars(receiver)), innermost) if isinstance(receiver, nn.Module) else innermost
-        entry = entry.tb_next
-    if innermost is not None and is_named_so(innermost[1]):
-        raise loop_of_experts(place_of(error), innermost[0].removeprefix(prefix)) from error
 
 
 _Known = Callable[[float], "bool | None"]

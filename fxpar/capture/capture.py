@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from fxpar.capture.convert import CallSpec, convert
 from fxpar.capture.dynamo import Offered
 from fxpar.capture.eager import compare, walk
-from fxpar.capture.expert_modules import named_experts
+from fxpar.capture.expert_modules import substitutes
 from fxpar.capture.guards import check_model, check_samples
-from fxpar.capture.prepared_model import cast_inputs, input_dtype
+from fxpar.capture.prepared_model import cast_inputs, input_dtype, trial_run
 from fxpar.capture.python_state import OtherMemos
 from fxpar.capture.rowwise import check_row_wise
 from fxpar.capture.size_expressions import SizeError, check_splits, check_views, floats_as_tensors
@@ -159,16 +159,16 @@ def _capture(
     forget_proofs()
     function = loss if callable(loss) else None
     name = loss if isinstance(loss, str) else None
-    others, experts = OtherMemos(), named_experts(model, plan.experts.expert_modules)
+    others, forwards = OtherMemos(), substitutes(model, plan.experts.expert_modules, trial_run)
 
     def traced(copies: bool) -> tuple[Trace, Program, CallSpec]:
-        options: dict[str, Any] = {"others": others, "copies": copies, "experts": experts, "dtype": input_dtype(plan)}
-        parts = _traced(partial(trace, model, batch, function, **options), model, batch, plan, name, fixed)
+        tracing = partial(trace, model, batch, function, others=others, copies=copies, substitutes=forwards)
+        parts = _traced(partial(tracing, dtype=input_dtype(plan)), model, batch, plan, name, fixed)
         check_written(parts[1], parts[0].norms)
         return parts[0], _with_trainable_loss(model, parts[1], is_guess=loss is None), parts[2]
 
     how, program, spec = traced(copies=True)
-    eager = walk(model, batch, function, others, how.copied, experts, input_dtype(plan))
+    eager = walk(model, batch, function, others, how.copied, forwards, input_dtype(plan))
     # A walk that failed proves nothing either: then each layer is traced by itself.
     if how.copied and (eager.reason or not eager.layers.is_proven):
         how, program, spec = traced(copies=False)

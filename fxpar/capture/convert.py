@@ -25,12 +25,12 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
 from fxpar.capture import places
-from fxpar.capture.branches import FINDS, FINDS_TOO, choice_of
 from fxpar.capture.places import source_of
 from fxpar.capture.recording import RECOMPUTE_KEY, refuse_foreign
 from fxpar.capture.size_expressions import SizeError, of_rows, written
 from fxpar.capture.trace import Trace
-from fxpar.errors import CaptureError, CheckFailed, loop_of_experts
+from fxpar.errors import CaptureError, CheckFailed
+from fxpar.experts.compiler.choices import PICKS, PICKS_TOO, choice_of, picked_rows_error
 from fxpar.ir.program import (
     DTYPE_NAMES,
     Input,
@@ -268,7 +268,7 @@ def _copy(state: _Conversion, node: fx.Node) -> fx.Node:
 
     args, kwargs = map_arg(node.args, swap), map_arg(node.kwargs, swap)
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
-    target = FINDS if target is FINDS_TOO else target
+    target = PICKS if target is PICKS_TOO else target
     if target is torch.ops.aten.bincount.default:
         target, args = torch.ops.fxpar.bin_counts.default, _counted(node, args)
         kwargs = {}
@@ -437,7 +437,7 @@ class Notes:
 
     Attributes:
         symbols: the program's, in the order in which they were declared.
-        counted: rows that a loop over experts picks.
+        counted: numbers of rows that loops pick by the choice of a router.
         substitution: what stands for each symbol of the trace: one of these, or a number.
     """
 
@@ -502,7 +502,7 @@ class Notes:
                 return self._type(node.meta.get("val"))
             where = source_of(node) or f"%{node.name}"
             if choice_of(node) is not None:
-                raise loop_of_experts(where, places.module_of(node).removeprefix(self._prefix)) from None
+                raise picked_rows_error(where, places.module_of(node).removeprefix(self._prefix)) from None
             raise CaptureError(error.reason, where=place or where, remedy=error.remedy) from None
         except CaptureError as error:
             raise type(error)(
@@ -510,14 +510,14 @@ class Notes:
             ) from None
 
     def _declare_picked(self, node: fx.Node) -> bool:
-        """Names how many pairs a loop picks for an expert: `recognize_experts` is to recognise it, or refuses it."""
-        choice = choice_of(node) if node.target in (FINDS, FINDS_TOO) else None
+        """Names how many rows a loop picks by a choice: `recognize_experts` is to recognise it, or refuses it."""
+        choice = choice_of(node) if node.target in (PICKS, PICKS_TOO) else None
         if choice is None:
             return False
         (mask,) = (value.meta["val"] for value in node.all_input_nodes)
-        size, experts = node.meta["val"][0].shape[0], int(choice.all_input_nodes[0].meta["val"].shape[-1])
+        size, ways = node.meta["val"][0].shape[0], int(choice.all_input_nodes[0].meta["val"].shape[-1])
         pairs, taken = product([self._size(dim) for dim in mask.shape]), {s.name for s in self.symbols}
-        share = simplify(sympy.floor((pairs + experts - 1) / sympy.Integer(experts)))
+        share = simplify(sympy.floor((pairs + ways - 1) / sympy.Integer(ways)))
         name = next(n for n in (f"e{i}" for i in range(len(self.counted), 9999)) if n not in taken)
         self.substitution[symbol(str(size.node.expr))] = symbol(name)
         examples = {s.name: s.example for s in self.symbols}

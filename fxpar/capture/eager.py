@@ -17,7 +17,7 @@ import traceback
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -31,14 +31,13 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from fxpar.capture.branches import host_numbers
-from fxpar.capture.expert_modules import ExpertModule, routed_experts
 from fxpar.capture.guards import no_host_random, separate
 from fxpar.capture.layer_trace_cache import Number, Observed
 from fxpar.capture.places import is_foreign_file, place_of
 from fxpar.capture.prepared_model import plain_surrounding, without_values
 from fxpar.capture.python_state import OtherMemos, nothing_remembered, untouched
 from fxpar.capture.recording import UntracedEffectMode, is_internal, recording
-from fxpar.capture.trace import FAILURES, called, quiet
+from fxpar.capture.trace import FAILURES, Substitutes, called, quiet
 from fxpar.errors import CaptureError
 from fxpar.torch_internals import FakeTensor, TorchDispatchMode, engine_run_backward
 
@@ -163,7 +162,7 @@ def walk(
     loss: Callable[..., Any] | None,
     others: OtherMemos | None = None,
     copied: Mapping[Number, Number] | None = None,
-    experts: Sequence[ExpertModule] = (),
+    substitutes: Substitutes = contextlib.nullcontext,
     dtype: torch.dtype | None = None,
 ) -> Eager:
     """Runs the model on fakes, forward and backward; it is left as it was.
@@ -171,7 +170,7 @@ def walk(
     Args:
         others: memoised functions, where they are known from the trace.
         copied: calls of layers that are observed, as of a `Trace`.
-        experts: modules that the plan names.
+        substitutes: as for `trace`.
         dtype: in which the forward takes floating tensors; None for their own.
 
     Raises:
@@ -182,7 +181,7 @@ def walk(
         with contextlib.ExitStack() as stack:
             for context in (plain_surrounding(), quiet(), no_host_random(model), untouched(model)):
                 stack.enter_context(context)
-            stack.enter_context(routed_experts(experts))
+            stack.enter_context(substitutes())
             stack.enter_context(nothing_remembered(called(model, batch, loss).module, others or OtherMemos()))
             stack.enter_context(recording())
             stack.enter_context(host_numbers())

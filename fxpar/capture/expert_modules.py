@@ -11,6 +11,7 @@ and no proof; `fxpar verify` at the level of values compares the whole model.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import sys
@@ -23,12 +24,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional
 
-from fxpar.capture.patches import grouped_products
-from fxpar.capture.prepared_model import plain_surrounding, swapped
-from fxpar.capture.python_state import untouched
 from fxpar.errors import PlanError, shown
+from fxpar.experts.compiler.choices import picked_rows_error
 from fxpar.experts.operators.expert_layer import experts, swiglu
 from fxpar.experts.operators.grouped import expand_by_expert, group_sizes, grouped_linear, halves, swiglu_rows
 from fxpar.experts.operators.permute import moe_combine, moe_permute, sort_by_expert
@@ -208,6 +208,8 @@ _SCALES = (1.0, 40.0)  # of tokens: what is clamped, is so beyond a threshold
 _TOKENS = 11
 _MOST = 2**22  # elements of weights that are random each for itself, and whose gradients are compared
 _STEPS = (1, 17, 29)  # between neighbours of the last, the second last … dimension, where values are shared
+# A context in which a module runs on other tensors, by the identities of its own, and is left as it was.
+TrialRun = Callable[[nn.Module, Mapping[int, Tensor]], contextlib.AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -225,8 +227,19 @@ class ExpertModule:
     reading: Reading
 
 
-def named_experts(model: nn.Module, globs: Sequence[str]) -> tuple[ExpertModule, ...]:
-    """The modules that the globs of a plan name, each with the reading of which a trial found no difference.
+def substitutes(
+    model: nn.Module, globs: Sequence[str], trial_run: TrialRun
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Returns a context, to be entered anew for each run, in which experts compute on routed rows.
+
+    Raises:
+        PlanError: as `named_experts`.
+    """
+    return functools.partial(routed_experts, named_experts(model, globs, trial_run))
+
+
+def named_experts(model: nn.Module, globs: Sequence[str], trial_run: TrialRun) -> tuple[ExpertModule, ...]:
+    """Returns the modules that the globs of a plan name, each with the reading of which a trial found no difference.
 
     Raises:
         PlanError: a glob matches nothing, or a module that is no such one; names it, and what differs.
@@ -241,20 +254,45 @@ def named_experts(model: nn.Module, globs: Sequence[str]) -> tuple[ExpertModule,
             raise PlanError("matches no module", where=f"experts.expert_modules: {glob!r}", remedy=looks)
         for path in paths:
             if id(modules[path]) not in experts:
-                experts[id(modules[path])] = _named(path, modules[path], glob)
+                experts[id(modules[path])] = _named(path, modules[path], glob, trial_run)
     return tuple(experts.values())
 
 
 def is_named_so(module: nn.Module) -> bool:
-    """Whether a module has the weights and the forward of experts, by their names."""
+    """Returns whether a module has the weights and the forward of experts, by their names."""
     return any(readings(module)) and len(_operands(module)) == 3
+
+
+def refuse_loop(error: BaseException, where: str, model: nn.Module, prefix: str) -> None:
+    """Refuses a loop over experts that a trace has failed in.
+
+    Args:
+        error: of the trace.
+        where: the author's line that raised it.
+        model: that was traced.
+        prefix: what module paths begin with besides the author's names.
+
+    Raises:
+        CaptureError: the innermost module of the author's that it was raised in is one of experts.
+    """
+    if not isinstance(error, GuardOnDataDependentSymNode):
+        return
+    # By what their attributes are in: a trace may call a module by a proxy that shares them.
+    paths = {id(vars(module)): (path, module) for path, module in model.named_modules()}
+    entry, innermost = error.__traceback__, None
+    while entry is not None:
+        receiver = entry.tb_frame.f_locals.get("self")
+        innermost = paths.get(id(vars(receiver)), innermost) if isinstance(receiver, nn.Module) else innermost
+        entry = entry.tb_next
+    if innermost is not None and is_named_so(innermost[1]):
+        raise picked_rows_error(where, innermost[0].removeprefix(prefix)) from error
 
 
 def _refuse(path: str, glob: str, reason: str) -> NoReturn:
     raise PlanError(reason, where=f"experts.expert_modules: {glob!r} names {path or 'the model'}", remedy=_REMEDY)
 
 
-def _named(path: str, module: nn.Module, glob: str) -> ExpertModule:
+def _named(path: str, module: nn.Module, glob: str, trial_run: TrialRun) -> ExpertModule:
     if "forward" in vars(module):
         _refuse(path, glob, "its forward was put in the place of that of its class")
     operands = _operands(module)
@@ -275,7 +313,7 @@ def _named(path: str, module: nn.Module, glob: str) -> ExpertModule:
         )
     reasons = []
     for reading in tried:
-        reason = _difference(module, reading)
+        reason = _difference(module, reading, trial_run)
         if not reason:
             return ExpertModule(path, module, reading)
         reasons.append(reason)
@@ -292,11 +330,11 @@ def _operands(module: nn.Module) -> list[str]:
 # ---------------------------------------------------------------------- the trial
 
 
-def _difference(module: nn.Module, reading: Reading) -> str:
-    """In what a module's own forward and the reading differ on random values; empty where nothing was found."""
+def _difference(module: nn.Module, reading: Reading, trial_run: TrialRun) -> str:
+    """Returns in what a module's forward and the reading differ on random values; empty where they agree."""
     for dtype in _ALLOWED:
         try:
-            return _tried(module, reading, dtype)
+            return _tried(module, reading, dtype, trial_run)
         except _DoesNotRun as error:
             reason = str(error)
     return reason
@@ -306,8 +344,8 @@ class _DoesNotRun(Exception):
     """A forward raises in a trial."""
 
 
-def _tried(module: nn.Module, reading: Reading, dtype: torch.dtype) -> str:
-    """The same in one type.
+def _tried(module: nn.Module, reading: Reading, dtype: torch.dtype, trial_run: TrialRun) -> str:
+    """Returns the difference in one type.
 
     Raises:
         _DoesNotRun: the module's own forward raises.
@@ -316,7 +354,7 @@ def _tried(module: nn.Module, reading: Reading, dtype: torch.dtype) -> str:
     stored = {id(t): t for store in (module.parameters(), module.buffers()) for t in store}
     is_small = sum(t.numel() for t in stored.values()) <= _MOST
     values = {key: _values(t, dtype, is_small, generator) for key, t in stored.items()}
-    with plain_surrounding(), torch.random.fork_rng(devices=[]), untouched(module), swapped(module, values):
+    with trial_run(module, values):
         for scale, indices in _routings(reading.experts, generator):
             hidden = torch.randn(len(indices), reading.width, generator=generator, dtype=dtype) * scale
             weights = torch.randn(indices.shape, generator=generator).to(dtype)
@@ -498,7 +536,10 @@ def routed_experts(named: Sequence[ExpertModule] = ()) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if interface is not None:
             stack.enter_context(mock.patch.object(interface, "get_interface", _instead))
-        stack.enter_context(grouped_products(_grouped))
+        for place, name in ((torch, "_grouped_mm"), (functional, "grouped_mm")):
+            if hasattr(place, name):
+                product = functools.partial(_grouped, getattr(place, name))
+                stack.enter_context(mock.patch.object(place, name, product))
         stack.enter_context(computed_as_read(named))
         yield
 

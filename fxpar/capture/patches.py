@@ -7,7 +7,6 @@ versions differ in what is replaced is said here too.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import random
 import types
@@ -143,17 +142,6 @@ def module_hooks(register: Callable[..., Any]) -> Iterator[None]:
             stack.enter_context(mock.patch.object(nn.Module, name, register))
         for name in ("full_backward_hook", "full_backward_pre_hook", "backward_hook"):
             stack.enter_context(mock.patch.object(nn.modules.module, f"register_module_{name}", register))
-        yield
-
-
-@contextlib.contextmanager
-def grouped_products(instead: Callable[..., Any]) -> Iterator[None]:
-    """Takes the calls of grouped products by torch's names for them: given what stood there, and their arguments."""
-    with contextlib.ExitStack() as stack:
-        for place, name in ((torch, "_grouped_mm"), (nn.functional, "grouped_mm")):
-            if hasattr(place, name):
-                replacement = functools.partial(instead, getattr(place, name))
-                stack.enter_context(mock.patch.object(place, name, replacement))
         yield
 
 

@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from fxpar.capture.python_state import untouched
 from fxpar.ir.program import PRECISION_DTYPES
 from fxpar.plan.plan import Plan
 from fxpar.torch_internals import FakeTensor, FakeTensorMode, disable_current_modes
@@ -100,6 +101,13 @@ def plain_surrounding() -> Iterator[None]:
         stack.enter_context(_without_saved_hooks())
         if torch.get_default_device().type == "meta":
             stack.enter_context(torch.device("cpu"))
+        yield
+
+
+@contextlib.contextmanager
+def trial_run(model: nn.Module, values: Mapping[int, Tensor]) -> Iterator[None]:
+    """Runs a model on other tensors, by the identities of its own; neither it nor random state has changed after."""
+    with plain_surrounding(), torch.random.fork_rng(devices=[]), untouched(model), swapped(model, values):
         yield
 
 

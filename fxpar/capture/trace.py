@@ -12,7 +12,7 @@ import logging
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,9 +25,9 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpar.capture import patches
-from fxpar.capture.branches import Questions, host_numbers, refuse_loop
+from fxpar.capture.branches import Questions, host_numbers
 from fxpar.capture.dynamo import Assumption, Offered, dynamo_graph
-from fxpar.capture.expert_modules import ExpertModule, routed_experts
+from fxpar.capture.expert_modules import refuse_loop
 from fxpar.capture.functional import functional_form, normed_batches
 from fxpar.capture.graph_mutation import inline_regions, refuse_mutation, replace_copies
 from fxpar.capture.guards import (
@@ -51,6 +51,8 @@ from fxpar.torch_internals import DynamicOutputShapeException
 _TAKES_NUMBERS = re.compile(r"expected to contain only concrete integers|Cannot call \w+\(\) on tensor with symbolic")
 # Arguments, keyword arguments, and which dimensions are symbolic.
 _Call = tuple[tuple[Any, ...], dict[str, Any], Offered]
+# Makes a context, anew for each run.
+Substitutes = Callable[[], contextlib.AbstractContextManager[None]]
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, AssertionError, TorchDynamoException)
 
 
@@ -151,7 +153,7 @@ def trace(
     others: OtherMemos | None = None,
     *,
     copies: bool = False,
-    experts: Sequence[ExpertModule] = (),
+    substitutes: Substitutes = contextlib.nullcontext,
     dtype: torch.dtype | None = None,
 ) -> Trace:
     """Traces the model on a batch, and with `loss` also `loss(outputs, batch)`.
@@ -160,7 +162,7 @@ def trace(
         offered: dimensions that may be symbolic; the model may pin them.
         others: memoised functions of a capture that traces several times.
         copies: whether calls of layers that repeat may be copies of the first one's, which the caller is to prove.
-        experts: modules that the plan names.
+        substitutes: a context in which modules compute by other forwards than their author's.
         dtype: in which the forward takes floating tensors; None for their own.
 
     Raises:
@@ -171,7 +173,7 @@ def trace(
     check_example(batch)
     bound_arguments(model, *arguments(model, batch, loss is not None))
     safe = separate(batch)
-    with quiet(), routed_experts(experts), no_host_random(model), with_memory(model, safe) as (batch, originals):
+    with quiet(), substitutes(), no_host_random(model), with_memory(model, safe) as (batch, originals):
         call = called(model, batch, loss, dtype)
         with patches.known_counts(), Blamed(_raised):
             traced = _trace(call, offered, originals, others or OtherMemos(), copies)
@@ -239,7 +241,7 @@ def _trace(run: Called, offered: Offered, originals: Mapping[int, Tensor], other
         if not questions.asked:
             break
     if refused is None:
-        refuse_loop(first, module, prefix)
+        refuse_loop(first, place_of(first), module, prefix)
         _explain_now(first, module if originals else None)
     try:
         with untouched(module), nothing_remembered(module, others, plain=True):

@@ -11,14 +11,18 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from fxpar.errors import CaptureError
 from fxpar.experts.compiler.emitter import Emitter
 from fxpar.ir.program import TensorType, tensor_type
 from fxpar.layout.symbolic_sizes import Size, divide
 from fxpar.rules import bind_arguments
 
 aten, fxp = torch.ops.aten, torch.ops.fxpar
+
+# `where(mask)`, and `mask.nonzero(as_tuple=True)`, which is the same: they pick as many rows as the mask says.
+PICKS, PICKS_TOO = aten.where.default, aten.nonzero_numpy.default
 
 # What gives the same elements in the same order.
 SHAPED = (aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.flatten.using_ints)
@@ -53,6 +57,41 @@ def is_choice(node: fx.Node) -> bool:
     rank, sizes = len(shape), (shape[-1:], tensor_type(node).shape[-1:])
     is_last = rank > 1 and int(bind_arguments(top).get("dim", -1)) % rank == rank - 1
     return is_last and all(isinstance(size, int) for (size,) in sizes)
+
+
+def choice_of(node: fx.Node) -> fx.Node | None:
+    """Returns the top-k of whose indices a traced value is computed, and of nothing else but numbers.
+
+    So loops over experts find their rows.
+    """
+    pending, seen = [node], set[fx.Node]()
+    while pending:
+        source = pending.pop()
+        if source.target is aten.topk.default:
+            return source
+        value = source.meta.get("val")
+        if source in seen or (isinstance(value, Tensor) and value.is_floating_point()):
+            continue
+        seen.add(source)
+        pending.extend(source.all_input_nodes)
+    return None
+
+
+def picked_rows_error(where: str, path: str) -> CaptureError:
+    """Returns the error of a loop over experts that picks as many rows as the routing sends.
+
+    Args:
+        where: the author's line.
+        path: of the module that has it; empty where that is the model.
+    """
+    globs = f"Plan(experts=Experts(expert_modules=({path!r},)))"
+    named = f"name it: {globs}" if path else "make it a module, and name that in Experts(expert_modules=…)"
+    return CaptureError(
+        "its rows are picked expert by expert, as many as the routing sends to each, which no program can hold",
+        where=f"{where} ({path})" if path else where,
+        remedy="call fxpar.ops.experts in it; or where the forward is (hidden_states, top_k_index, top_k_weights) "
+        f"{named}",
+    )
 
 
 def chosen_of(choice: fx.Node) -> Size:
