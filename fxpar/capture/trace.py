@@ -27,7 +27,6 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from fxpar.capture import patches
 from fxpar.capture.branches import Questions, host_numbers
 from fxpar.capture.dynamo import Assumption, Offered, dynamo_graph
-from fxpar.capture.expert_modules import refuse_loop
 from fxpar.capture.functional import functional_form, normed_batches
 from fxpar.capture.graph_mutation import inline_regions, refuse_mutation, replace_copies
 from fxpar.capture.guards import (
@@ -45,6 +44,7 @@ from fxpar.capture.python_state import OtherMemos, nothing_remembered, untouched
 from fxpar.capture.recording import Recorder, UntracedEffectMode, recording
 from fxpar.capture.size_expressions import SizeError
 from fxpar.errors import CaptureError
+from fxpar.experts.compiler.named_modules import refuse_loop
 from fxpar.torch_internals import DynamicOutputShapeException
 
 # What PyTorch says where an operation that is written in C++ is given a symbolic size.

@@ -10,8 +10,8 @@ import transformers
 from torch import Tensor
 
 from fxpar.capture.capture import capture
-from fxpar.capture.expert_modules import routed_experts
 from fxpar.cli.models import Built, build
+from fxpar.experts.compiler.named_modules import routed_experts
 from fxpar.ir.program import output_layouts
 from fxpar.plan.plan import Plan
 from fxpar.verification import verify
