@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias, TypeVar
@@ -462,6 +462,43 @@ def _is_tensor(node: fx.Node) -> bool:
     except KeyError:
         return False
     return isinstance(entry, Note) and isinstance(entry.type, (TensorType, tuple))
+
+
+def insert_call(
+    place: fx.Node, target: Any, args: Sequence[Any], noted: Note, name: str | None = None, /, **kwargs: Any
+) -> fx.Node:
+    """Adds an operation with its note in front of a node of the graph.
+
+    Args:
+        name: of the new node; None to name it after the target.
+        kwargs: keyword arguments of the operation.
+    """
+    with place.graph.inserting_before(place):
+        new = place.graph.create_node("call_function", target, tuple(args), kwargs, name=name)
+    return set_note(new, noted)
+
+
+def replace_node(node: fx.Node, new: fx.Node) -> None:
+    """Puts a value in the place of a node, whose name it takes."""
+    name = node.name
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+    new.name = name
+
+
+def ancestors(ends: Iterable[fx.Node], leads_on: Callable[[fx.Node], bool] = lambda node: True) -> set[fx.Node]:
+    """Returns some nodes and all on which they depend.
+
+    Args:
+        leads_on: whether what a node reads counts too.
+    """
+    pending, seen = list(ends), set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            pending += node.all_input_nodes if leads_on(node) else ()
+    return seen
 
 
 def with_operands(node: fx.Node, replacements: Sequence[fx.Node]) -> None:

@@ -69,6 +69,15 @@ class Region:
         """The nodes whose values it gives."""
         return tuple(output_node(self.graph).args[0])  # type: ignore[arg-type]
 
+    def reordered(self, body: Sequence[fx.Node]) -> tuple[Region, dict[fx.Node, fx.Node]]:
+        """Returns a copy with the nodes of the body in an order, and the copy of each node."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in (*self.operands, *body):
+            copies[node] = copy_node(graph, node, copies, node.name)
+        graph.output(tuple(copies[node] for node in self.results))
+        return Region(self.name, graph, self.fqn), copies
+
     def note_of(self, node: fx.Node, call: Note, **changes: Any) -> Note:
         """The note that a node inside has in a call.
 
