@@ -267,51 +267,38 @@ def _root(variance: Tensor) -> Tensor:
     return torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, variance).sqrt())
 
 
-def var(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
-    """The variance over dimensions of symbolic sizes, whose gradient PyTorch divides by a number of sizes."""
-    moments = _moments(x, dim, correction, keepdim)
-    if moments is None:
-        return aten.var.correction(x, dim, correction=correction, keepdim=keepdim)  # type: ignore[no-any-return]
-    return moments[0].to(x.dtype)
+def _of_moments(operator: Any, outputs: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Callable[..., Any]:
+    """Returns an operator over dimensions of symbolic sizes, whose gradient PyTorch divides by a number of sizes.
+
+    Args:
+        outputs: the operator's results by variance and mean.
+    """
+
+    def composed(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+        moments = _moments(x, dim, correction, keepdim)
+        if moments is None:
+            return operator(x, dim, correction=correction, keepdim=keepdim)
+        results = tuple(moment.to(x.dtype) for moment in outputs(*moments))
+        return results if len(results) > 1 else results[0]
+
+    return composed
 
 
-def std(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
-    """As `var`."""
-    moments = _moments(x, dim, correction, keepdim)
-    if moments is None:
-        return aten.std.correction(x, dim, correction=correction, keepdim=keepdim)  # type: ignore[no-any-return]
-    return _root(moments[0]).to(x.dtype)
+_OF_MOMENTS: Mapping[Any, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
+    aten.var.correction: lambda variance, mean: (variance,),
+    aten.std.correction: lambda variance, mean: (_root(variance),),
+    aten.var_mean.correction: lambda variance, mean: (variance, mean),
+    aten.std_mean.correction: lambda variance, mean: (_root(variance), mean),
+}
 
 
-def var_mean(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    """As `var`."""
-    moments = _moments(x, dim, correction, keepdim)
-    if moments is None:
-        return aten.var_mean.correction(x, dim, correction=correction, keepdim=keepdim)
-    return moments[0].to(x.dtype), moments[1].to(x.dtype)
+def instance_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any) -> Tensor:
+    """Returns the norm of each channel of each row, [n, c, …]; PyTorch's joins rows and channels to a batch norm's.
 
-
-def std_mean(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    """As `var`."""
-    moments = _moments(x, dim, correction, keepdim)
-    if moments is None:
-        return aten.std_mean.correction(x, dim, correction=correction, keepdim=keepdim)
-    return _root(moments[0]).to(x.dtype), moments[1].to(x.dtype)
-
-
-def instance_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    """The norm of each channel of each row, [n, c, …]; PyTorch's own joins rows and channels to a batch norm's."""
-    return group_norm(x, x.shape[1], weight, bias, eps)
+    Args:
+        options: PyTorch's others: running mean and variance, whether the input's are used, momentum, eps and cudnn.
+    """
+    return group_norm(x, x.shape[1], weight, bias, eps=options[4])
 
 
 def unfold(x: Tensor, dimension: int, size: int, step: int) -> Tensor:
@@ -372,10 +359,7 @@ COMPOSED: Mapping[Any, Callable[..., Any]] = {
     aten.unfold.default: unfold,
     **{getattr(aten, name).vec: _resampled(name) for name in RESAMPLED},
     **{getattr(aten, name).default: _resampled_to(name) for name in RESAMPLED},
-    aten.var.correction: var,
-    aten.std.correction: std,
-    aten.var_mean.correction: var_mean,
-    aten.std_mean.correction: std_mean,
+    **{operator: _of_moments(operator, outputs) for operator, outputs in _OF_MOMENTS.items()},
     aten.multi_margin_loss.default: multi_margin_loss,
     aten.multilabel_margin_loss.default: multilabel_margin_loss,
     **TRANSFORMS,

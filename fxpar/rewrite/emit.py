@@ -19,8 +19,10 @@ from fxpar.ir.program import (
     Program,
     ScalarType,
     TensorType,
+    ancestors,
     describe,
     has_note,
+    insert_call,
     note,
     operands,
     output_layouts,
@@ -100,7 +102,8 @@ def compute_again(program: Program, chosen: Set[fx.Node], readers: Iterable[fx.N
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     copies: dict[fx.Node, fx.Node] = {}
     for reader in readers:
-        for node in sorted(_wanted(reader, chosen, copies), key=order.__getitem__):
+        needed = ancestors(reader.all_input_nodes, lambda node: node in chosen and node not in copies)
+        for node in sorted((needed & chosen) - copies.keys(), key=order.__getitem__):
             copies[node] = _copy(program, node, copies, reader)
         reader.args = fx.node.map_arg(reader.args, lambda read: copies.get(read, read))
         reader.kwargs = fx.node.map_arg(reader.kwargs, lambda read: copies.get(read, read))
@@ -110,18 +113,6 @@ def is_repeatable(node: fx.Node) -> bool:
     """Whether a node of the forward gives the same again: a tensor, and no bits of the device's generator."""
     is_drawn = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
     return node.op == "call_function" and bool(output_types(node)) and not is_drawn
-
-
-def _wanted(reader: fx.Node, chosen: Set[fx.Node], copies: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-    """What must be copied for a reader: of the chosen nodes those on which it depends, and that are not there."""
-    needed: set[fx.Node] = set()
-    pending = [reader]
-    while pending:
-        for read in pending.pop().all_input_nodes:
-            if read in chosen and read not in copies and read not in needed:
-                needed.add(read)
-                pending.append(read)
-    return needed
 
 
 def _copy(program: Program, node: fx.Node, copies: Mapping[fx.Node, fx.Node], before: fx.Node) -> fx.Node:
@@ -216,8 +207,7 @@ class BackwardEmitter:
             noted: its note.
             is_zero: whether that was made of zeros.
         """
-        with self.graph.inserting_before(self._parameter):
-            node = set_note(self.graph.create_node("call_function", target, args, kwargs, name=name), noted)
+        node = insert_call(self._parameter, target, args, noted, name, **kwargs)
         self.flags[node] = (False,) * len(output_types(node))
         if is_zero:
             self._zeros.add(node)
@@ -489,6 +479,4 @@ class BackwardEmitter:
         return self._arithmetic(operator.floordiv, (whole, known.multiple), simplify(known.size / known.multiple))
 
     def _arithmetic(self, function: Any, args: tuple[Any, ...], size: Size) -> fx.Node:
-        with self.graph.inserting_before(self._parameter):
-            node = self.graph.create_node("call_function", function, args)
-        return set_note(node, Note(type=ScalarType(size), phase=BACKWARD))
+        return insert_call(self._parameter, function, args, Note(type=ScalarType(size), phase=BACKWARD))

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import PassError
-from fxpar.ir.program import Note, Program, ScalarType, note, operands, output_layouts, output_types, set_note
+from fxpar.ir.program import Note, Program, ScalarType, insert_call, note, operands, output_layouts, output_types
 from fxpar.layout.layout import Layout
 from fxpar.layout.nesting import listed, local_shape
 from fxpar.layout.symbolic_sizes import Size, divide
@@ -56,13 +56,13 @@ def _sizes(program: Program, node: fx.Node) -> None:
         if ranks == 1 or (isinstance(size, int) and size == -1):
             sizes.append(size)
         elif isinstance(size, fx.Node):
-            sizes.append(_divided(program.graph, node, size, ranks))
+            sizes.append(_divided(node, size, ranks))
         else:
             sizes.append(local[dim])
     node.args = (*node.args[:at], sizes, *node.args[at + 1 :])
 
 
-def _divided(graph: fx.Graph, before: fx.Node, size: fx.Node, ranks: int) -> fx.Node:
+def _divided(before: fx.Node, size: fx.Node, ranks: int) -> fx.Node:
     kind = note(size).type
     share = divide(kind.value, ranks) if isinstance(kind, ScalarType) else None
     if share is None:
@@ -70,12 +70,11 @@ def _divided(graph: fx.Graph, before: fx.Node, size: fx.Node, ranks: int) -> fx.
     for user in size.users:
         if user.target is operator.floordiv and user.args == (size, ranks) and user < before:
             return user
-    with graph.inserting_before(before):
-        new = graph.create_node("call_function", operator.floordiv, (size, ranks), name=f"{size.name}_local")
-    return set_note(new, Note(type=ScalarType(share), fqn=note(before).fqn, phase=note(before).phase))
+    noted = Note(type=ScalarType(share), fqn=note(before).fqn, phase=note(before).phase)
+    return insert_call(before, operator.floordiv, (size, ranks), noted, f"{size.name}_local")
 
 
-def _share(graph: fx.Graph, before: fx.Node, size: Any, share: Size) -> fx.Node:
+def _share(before: fx.Node, size: Any, share: Size) -> fx.Node:
     """A rank's share of a size that a node is.
 
     Raises:
@@ -85,7 +84,7 @@ def _share(graph: fx.Graph, before: fx.Node, size: Any, share: Size) -> fx.Node:
     ranks = divide(kind.value, share) if isinstance(kind, ScalarType) else None
     if not isinstance(ranks, int):
         raise PassError(f"a part of {share} elements is no share of {kind}", where=f"%{before.name}")
-    return size if ranks == 1 else _divided(graph, before, size, ranks)
+    return size if ranks == 1 else _divided(before, size, ranks)
 
 
 def _split(program: Program, node: fx.Node) -> None:
@@ -97,7 +96,7 @@ def _split(program: Program, node: fx.Node) -> None:
         sizes = []
         for i in range(len(output_types(node))):
             share, size = _local(program, node, i)[dim], parts[i] if isinstance(parts, (list, tuple)) else parts
-            sizes.append(share if isinstance(share, int) else _share(program.graph, node, size, share))
+            sizes.append(share if isinstance(share, int) else _share(node, size, share))
         node.target, node.args, node.kwargs = aten.split_with_sizes.default, (source, sizes, dim), {}
 
 

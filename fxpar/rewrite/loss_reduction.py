@@ -14,7 +14,17 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.ir.program import Program, TensorType, describe, note, operands, output_node, set_note, tensor_type
+from fxpar.ir.program import (
+    Program,
+    TensorType,
+    ancestors,
+    describe,
+    insert_call,
+    note,
+    operands,
+    output_node,
+    tensor_type,
+)
 from fxpar.layout.symbolic_sizes import names
 from fxpar.rewrite.means import MEANS, SUM
 from fxpar.rules import bind_arguments
@@ -46,7 +56,8 @@ def add_losses(program: Program) -> None:
     """
     if not program.loss:
         return
-    reached = _differentiated(program.output_nodes()[program.loss])
+    loss = program.output_nodes()[program.loss]
+    reached = ancestors([loss], lambda node: node.target is not aten.detach.default)
     for node in adding_nodes(program):
         added = added_loss(node)
         if node in reached and added.factor:
@@ -65,26 +76,12 @@ def is_gradient_alone(node: Any) -> bool:
     return isinstance(other, fx.Node) and other.target is aten.detach.default and other.args[0] is value
 
 
-def _differentiated(loss: fx.Node) -> set[fx.Node]:
-    """The nodes to which gradients of the loss may go."""
-    todo, reached = [loss], {loss}
-    while todo:
-        node = todo.pop()
-        for operand in node.all_input_nodes if node.target is not aten.detach.default else ():
-            if operand not in reached:
-                reached.add(operand)
-                todo.append(operand)
-    return reached
-
-
 def _add(program: Program, loss: fx.Node, factor: float) -> None:
     end = output_node(program.graph)
     total = program.output_nodes()[program.loss]
 
     def call(name: str, target: Any, args: tuple[Any, ...], kind: TensorType, **kwargs: Any) -> fx.Node:
-        with program.graph.inserting_before(end):
-            new = program.graph.create_node("call_function", target, args, kwargs, name=name)
-        return set_note(new, replace(note(total), type=kind, random=0))
+        return insert_call(end, target, args, replace(note(total), type=kind, random=0), name, **kwargs)
 
     kind = tensor_type(loss)
     value = call(f"{loss.name}_value", aten.detach.default, (loss,), kind)
@@ -126,7 +123,7 @@ _ADDING = frozenset(
 
 def leading_to(program: Program) -> frozenset[fx.Node]:
     """The nodes on which the loss depends, without it; none where there is no loss."""
-    return frozenset(_ancestors(program.output_nodes()[program.loss]) if program.loss else ())
+    return frozenset(ancestors([program.output_nodes()[program.loss]]) if program.loss else ())
 
 
 def check_added(program: Program, means: Iterable[fx.Node], batch: str) -> None:
@@ -152,7 +149,7 @@ def check_added(program: Program, means: Iterable[fx.Node], batch: str) -> None:
     with_rows = {entry.node for entry in program.inputs if batch in names(entry.type.shape)}
 
     def is_fixed(node: fx.Node) -> bool:
-        return not any(leaf.name in with_rows for leaf in _ancestors(node))
+        return not any(leaf.name in with_rows for leaf in ancestors([node]))
 
     root = program.output_nodes()[program.loss]
     if adds and is_fixed(root):
@@ -168,7 +165,7 @@ def check_added(program: Program, means: Iterable[fx.Node], batch: str) -> None:
             what = "sum over rows" if adds else "mean of each rank's own"
             raise PlanError(f"is no {what}, nor made of such", where=describe(node), remedy=remedy)
         if adds and node.target in _ADDING:
-            _count_fixed(program, node, is_fixed)
+            _count_fixed(node, program.plan.data_ranks, is_fixed)
         todo += operands(node)
 
 
@@ -182,23 +179,18 @@ def _sums_rows(node: fx.Node, batch: str) -> bool:
     return batch in names(tensor_type(operands(node)[0]).shape)
 
 
-def _count_fixed(program: Program, node: fx.Node, is_fixed: Callable[[fx.Node], bool]) -> None:
+def _count_fixed(node: fx.Node, ranks: int, is_fixed: Callable[[fx.Node], bool]) -> None:
     """Multiplies the terms of an addition that depend on no row by the number of ranks."""
-    ranks = program.plan.data_ranks
     for term in dict.fromkeys(operands(node)):
         if is_fixed(term):
-            with program.graph.inserting_before(node):
-                scaled = _call(program, node, "of_ranks", aten.mul.Tensor, (term, ranks), tensor_type(term))
+            scaled = _call(node, "of_ranks", aten.mul.Tensor, (term, ranks), tensor_type(term))
             node.replace_input_with(term, scaled)
     if len(node.args) > 1 and isinstance(node.args[1], int | float):
         node.update_arg(1, node.args[1] * ranks)
 
 
-def _call(
-    program: Program, like: fx.Node, suffix: str, target: Any, args: tuple[Any, ...], kind: TensorType
-) -> fx.Node:
-    new = program.graph.create_node("call_function", target, args, name=f"{like.name}_{suffix}")
-    return set_note(new, replace(note(like), type=kind, random=0))
+def _call(place: fx.Node, suffix: str, target: Any, args: tuple[Any, ...], kind: TensorType) -> fx.Node:
+    return insert_call(place, target, args, replace(note(place), type=kind, random=0), f"{place.name}_{suffix}")
 
 
 def _quotient(program: Program) -> fx.Node:
@@ -233,22 +225,12 @@ def _check_count(program: Program, count: fx.Node) -> None:
     node = count
     while node.target in _KEEPING | _SCALING and not _others(node, node.args[0]):
         node = node.args[0]  # type: ignore[assignment]
-    if node.target not in _SUMS or any(program.parameter(leaf) is not None for leaf in _ancestors(node)):
+    if node.target not in _SUMS or any(program.parameter(leaf) is not None for leaf in ancestors([node])):
         raise PlanError(
             "the loss is divided by what is no count: no sum of what follows from the inputs alone",
             where=describe(count),
             remedy="divide the loss by the sum of what counts, or take loss_reduction=mean",
         )
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    todo, ancestors = [node], {node}
-    while todo:
-        for operand in todo.pop().all_input_nodes:
-            if operand not in ancestors:
-                ancestors.add(operand)
-                todo.append(operand)
-    return ancestors
 
 
 def _others(node: fx.Node, first: Any) -> list[fx.Node]:
@@ -266,10 +248,9 @@ def add_count(program: Program) -> Program:
         remedy = "divide by what counts, or take loss_reduction=mean"
         raise PlanError("the loss is divided by a number", where=describe(count), remedy=remedy)
     kind = tensor_type(count)
-    with program.graph.inserting_before(quotient):
-        is_none = _call(program, quotient, "none", aten.eq.Scalar, (count, 0), TensorType(torch.bool, kind.shape))
-        one = _call(program, quotient, "one", aten.ones_like.default, (count,), kind)
-        safe = _call(program, quotient, "some", aten.where.self, (is_none, one, count), kind)
+    is_none = _call(quotient, "none", aten.eq.Scalar, (count, 0), TensorType(torch.bool, kind.shape))
+    one = _call(quotient, "one", aten.ones_like.default, (count,), kind)
+    safe = _call(quotient, "some", aten.where.self, (is_none, one, count), kind)
     quotient.args = (quotient.args[0], safe)
     end = output_node(program.graph)
     end.args = ((*end.args[0], count),)  # type: ignore[misc]

@@ -14,7 +14,17 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.ir.program import ScalarType, TensorType, describe, note, operands, output_types, set_note, tensor_type
+from fxpar.ir.program import (
+    ScalarType,
+    TensorType,
+    describe,
+    insert_call,
+    note,
+    operands,
+    output_types,
+    replace_node,
+    tensor_type,
+)
 from fxpar.layout.symbolic_sizes import Size, divide, names, product
 from fxpar.ops.small_operators import size
 from fxpar.rules import bind_arguments
@@ -57,9 +67,8 @@ class Counting:
 
     def call(self, suffix: str, target: Any, args: tuple[Any, ...], kind: TensorType, **kwargs: Any) -> fx.Node:
         """An operation with the place of the mean."""
-        with self.graph.inserting_before(self.node):
-            new = self.graph.create_node("call_function", target, args, kwargs, name=f"{self.node.name}_{suffix}")
-        return set_note(new, replace(note(self.node), type=kind, random=0))
+        noted = replace(note(self.node), type=kind, random=0)
+        return insert_call(self.node, target, args, noted, f"{self.node.name}_{suffix}", **kwargs)
 
     def cast(self, suffix: str, x: fx.Node, dtype: torch.dtype) -> fx.Node:
         """`x` in a type."""
@@ -115,12 +124,8 @@ class Counting:
 
     def replace(self, new: fx.Node) -> None:
         """A value takes the place of the operation, with its name and type."""
-        value = self.cast("mean", new, tensor_type(self.node).dtype)
-        name = self.node.name
-        self.node.replace_all_uses_with(value)
-        self.graph.erase_node(self.node)
-        value.name = name
-        self.mean = value
+        self.mean = self.cast("mean", new, tensor_type(self.node).dtype)
+        replace_node(self.node, self.mean)
 
 
 # Numbers of sizes, and what they are of counts.

@@ -18,7 +18,17 @@ from torch import fx
 
 from fxpar.elements.aten_elements import broadcast, elements
 from fxpar.elements.numbers import Numbers, index
-from fxpar.ir.program import Program, ScalarType, TensorType, note, operands, output_types, set_note, tensor_type
+from fxpar.ir.program import (
+    Program,
+    ScalarType,
+    TensorType,
+    insert_call,
+    note,
+    operands,
+    output_types,
+    replace_node,
+    tensor_type,
+)
 from fxpar.layout.symbolic_sizes import Size, divide, names, product, sign, simplify
 from fxpar.rewrite.means import Counting, wide
 from fxpar.rules import call_of
@@ -167,17 +177,9 @@ def _take_apart(program: Program, node: fx.Node) -> None:
         return
     dtype, (before, after) = tensor_type(source).dtype, (shape[:dim], shape[dim + 1 :])
     kinds = tuple(TensorType(dtype, (*before, size, *after)) for size in sizes)
-    with program.graph.inserting_before(node):
-        parts = program.graph.create_node(
-            "call_function", aten.split_with_sizes.default, (source, numbers, dim), name=f"{node.name}_parts"
-        )
-        part = program.graph.create_node("call_function", operator.getitem, (parts, int(start != 0)))
-    set_note(parts, replace(note(node), type=kinds))
-    set_note(part, note(node))
-    node.replace_all_uses_with(part)
-    name = node.name
-    program.graph.erase_node(node)
-    part.name = name
+    split, noted = aten.split_with_sizes.default, replace(note(node), type=kinds)
+    parts = insert_call(node, split, (source, numbers, dim), noted, f"{node.name}_parts")
+    replace_node(node, insert_call(node, operator.getitem, (parts, int(start != 0)), note(node)))
 
 
 def _number(program: Program, at: fx.Node, size: Size) -> Any:
@@ -191,25 +193,23 @@ def _number(program: Program, at: fx.Node, size: Size) -> Any:
         total, known = parts[0], size.args[0]
         for part, term in zip(parts[1:], size.args[1:], strict=True):
             known = simplify(known + term)
-            total = _arithmetic(program, at, operator.add, (total, part), known)
+            total = _arithmetic(at, operator.add, (total, part), known)
         return total
     for symbol in program.symbols:
         rest = divide(size, symbol.size)
         if rest is None:
             continue
         entry = next(entry for entry in program.inputs if entry.path == symbol.path)
-        whole = _arithmetic(program, at, aten.sym_size.int, (program.node(entry.node), symbol.dim), symbol.size)
+        whole = _arithmetic(at, aten.sym_size.int, (program.node(entry.node), symbol.dim), symbol.size)
         if rest == 1:
             return whole
         times = _number(program, at, rest)
-        return None if times is None else _arithmetic(program, at, operator.mul, (whole, times), size)
+        return None if times is None else _arithmetic(at, operator.mul, (whole, times), size)
     return None
 
 
-def _arithmetic(program: Program, at: fx.Node, target: Any, args: tuple[Any, ...], size: Size) -> fx.Node:
-    with program.graph.inserting_before(at):
-        new = program.graph.create_node("call_function", target, args)
-    return set_note(new, replace(note(at), type=ScalarType(size)))
+def _arithmetic(at: fx.Node, target: Any, args: tuple[Any, ...], size: Size) -> fx.Node:
+    return insert_call(at, target, args, replace(note(at), type=ScalarType(size)))
 
 
 def _take_from_own_rows(program: Program, batch: str) -> None:
@@ -283,9 +283,8 @@ class _Indexing:
         self, suffix: str, target: Any, args: tuple[Any, ...], kind: TensorType | ScalarType, **more: Any
     ) -> fx.Node:
         """An operation with a type."""
-        with self.program.graph.inserting_before(self.node):
-            new = self.program.graph.create_node("call_function", target, args, more, name=f"{self.node.name}_{suffix}")
-        return set_note(new, replace(note(self.node), type=kind))
+        noted = replace(note(self.node), type=kind)
+        return insert_call(self.node, target, args, noted, f"{self.node.name}_{suffix}", **more)
 
     def view(self, suffix: str, target: Any, x: fx.Node, argument: Any, shape: Sequence[Size]) -> fx.Node:
         """A view of `x` by an operator of one more argument."""
