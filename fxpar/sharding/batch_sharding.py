@@ -26,10 +26,10 @@ from fxpar.ir.program import (
     TensorType,
     ValueType,
     describe,
+    insert_call,
     note,
     operands,
     output_types,
-    set_note,
     tensor_type,
     update,
     with_operands,
@@ -202,7 +202,7 @@ def peel_program(program: Program, axis: str, placed: Mapping[fx.Node, Option]) 
             continue
         option, old = options[node.name], originals[node.name]
         if node.op == "call_function":
-            _peel_operands(inner, node, old, options, option, n)
+            _peel_operands(node, old, options, option, n)
             if demands(node, axis):  # other axes know nothing of it
                 node.target, node.args, node.kwargs = without_demand(node)
         update(node, type=_peeled(note(node).type, option.outputs, n))
@@ -222,9 +222,7 @@ def _peeled(kind: ValueType, placements: Sequence[Placement], n: int) -> ValueTy
     return types if isinstance(kind, tuple) else types[0]
 
 
-def _peel_operands(
-    inner: Program, node: fx.Node, old: fx.Node, options: Mapping[str, Option], option: Option, n: int
-) -> None:
+def _peel_operands(node: fx.Node, old: fx.Node, options: Mapping[str, Option], option: Option, n: int) -> None:
     """Slices speak of a rank's part; an operand that is cut for this operation alone is a slice of it."""
     call = peeled_call(call_of(old, n), option.operands, option.outputs)
     if node.target is torch.ops.aten.slice.Tensor:
@@ -235,36 +233,32 @@ def _peel_operands(
         maker, index = value_of(before)
         current = options[maker.name].outputs[index]
         if needed.is_shard and current.is_shard and needed.dim != current.dim:
-            operand = _exchanged(inner, node, operand, current.dim, needed.dim)
+            operand = _exchanged(node, operand, current.dim, needed.dim)
         if current.is_shard and not needed.is_shard:
-            operand = _gathered(inner, node, operand, current.dim, n)
+            operand = _gathered(node, operand, current.dim, n)
         if needed.is_shard and not current.is_shard:
             kind = _peeled(tensor_type(operand), (needed,), n)
             assert isinstance(kind, TensorType)
-            with inner.graph.inserting_before(node):
-                part = (operand, needed.dim, 0, None)
-                new = inner.graph.create_node("call_function", torch.ops.aten.slice.Tensor, part)
-            operand = set_note(new, replace(note(operand), type=kind))
+            noted = replace(note(operand), type=kind)
+            operand = insert_call(node, torch.ops.aten.slice.Tensor, (operand, needed.dim, 0, None), noted)
         taken.append(operand)
     with_operands(node, taken)
 
 
-def _gathered(inner: Program, node: fx.Node, operand: fx.Node, dim: int, n: int) -> fx.Node:
+def _gathered(node: fx.Node, operand: fx.Node, dim: int, n: int) -> fx.Node:
     """What ranks have that give each other all: as much of everyone."""
     kind = tensor_type(operand)
     shape = (*kind.shape[:dim], simplify(kind.shape[dim] * n), *kind.shape[dim + 1 :])
-    with inner.graph.inserting_before(node):
-        new = inner.graph.create_node("call_function", torch.ops.aten.cat.default, ([operand] * n, dim))
-    return set_note(new, replace(note(operand), type=TensorType(kind.dtype, shape)))
+    noted = replace(note(operand), type=TensorType(kind.dtype, shape))
+    return insert_call(node, torch.ops.aten.cat.default, ([operand] * n, dim), noted)
 
 
-def _exchanged(inner: Program, node: fx.Node, operand: fx.Node, source: int, target: int) -> fx.Node:
+def _exchanged(node: fx.Node, operand: fx.Node, source: int, target: int) -> fx.Node:
     """What ranks have that give each other their parts: of two dimensions of their number one is whole then."""
     shape = list(tensor_type(operand).shape)
     shape[source], shape[target] = shape[target], shape[source]
-    with inner.graph.inserting_before(node):
-        new = inner.graph.create_node("call_function", torch.ops.aten.transpose.int, (operand, source, target))
-    return set_note(new, replace(note(operand), type=TensorType(tensor_type(operand).dtype, tuple(shape))))
+    noted = replace(note(operand), type=TensorType(tensor_type(operand).dtype, tuple(shape)))
+    return insert_call(node, torch.ops.aten.transpose.int, (operand, source, target), noted)
 
 
 def _symbol_within(symbol: Symbol, program: Program, options: Mapping[str, Option], n: int) -> Symbol:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, product
 from math import prod
 
@@ -61,18 +61,8 @@ class _Segment:
     leaving: tuple[tuple[Place, States], ...]
 
 
-_Found = tuple[float, tuple[int, ...]] | None
-
-
-@dataclass
-class _Solutions:
-    """Least costs of segments by the states at their ends, and the options of their nodes."""
-
-    known: dict[_Segment, dict[tuple[States, States], _Found]] = field(default_factory=dict)
-
-    def table(self, segment: _Segment) -> dict[tuple[States, States], _Found]:
-        """What is known of a segment; the same of equal ones."""
-        return self.known.setdefault(segment, {})
+# Least costs of a segment by the states at its ends, with the options of its nodes; None where there is no choice.
+_Solutions = dict[tuple[States, States], tuple[float, tuple[int, ...]] | None]
 
 
 def cheapest(problem: Problem) -> tuple[int, ...] | None:
@@ -85,7 +75,7 @@ def collapsed(problem: Problem) -> tuple[int, ...] | None:
     crossings = _cuts(problem)
     edges = [0, *crossings, len(problem.costs)]
     # Solutions are kept for one problem alone: across problems equal numbers would stand for other placements.
-    solutions = _Solutions()
+    solutions: dict[_Segment, _Solutions] = {}
     # For each cut and state there: the least cost up to it, the state at the cut before, and options in between.
     paths: list[dict[States, tuple[float, States, tuple[int, ...]]]] = [{(): (0.0, (), ())}]
     uses = [use.user if use.user is not None else len(problem.costs) for use in problem.uses]
@@ -94,7 +84,7 @@ def collapsed(problem: Problem) -> tuple[int, ...] | None:
         inside = problem.uses[bisect_left(uses, start) : last]
         before, behind = crossings.get(start, ()), crossings.get(end, ())
         step = _step(problem, (start, end), inside, before, behind)
-        paths.append(_extended(step, solutions.table(step.segment), paths[-1]))
+        paths.append(_extended(step, solutions.setdefault(step.segment, {}), paths[-1]))
         if not paths[-1]:
             return None
     picks: tuple[int, ...] = ()
@@ -158,7 +148,7 @@ def _step(
 
 def _extended(
     step: _PlacedSegment,
-    table: dict[tuple[States, States], _Found],
+    table: _Solutions,
     reached: Mapping[States, tuple[float, States, tuple[int, ...]]],
 ) -> dict[States, tuple[float, States, tuple[int, ...]]]:
     """The shortest paths to the cut behind a segment, from those to the cut before it."""
@@ -179,7 +169,7 @@ def _extended(
     return paths
 
 
-def _between(segment: _Segment, entry: States, end: States) -> _Found:
+def _between(segment: _Segment, entry: States, end: States) -> tuple[float, tuple[int, ...]] | None:
     """The least cost of a segment between two states, and the options of its nodes."""
     problem = segment.problem
     allowed: dict[int, tuple[int, ...]] = {}

@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch import fx
 
-from fxpar.ir.program import ScalarType, TensorType, note, set_note, tensor_type
+from fxpar.ir.program import ScalarType, TensorType, insert_call, note, tensor_type
 from fxpar.layout.symbolic_sizes import Size, simplify
 from fxpar.ops.rank_dim import shard_over
 
@@ -43,9 +43,7 @@ class Emitter:
 
     def call(self, target: Any, args: Sequence[Any], kind: Any, **kwargs: Any) -> fx.Node:
         """An operation."""
-        with self.graph.inserting_before(self._place):
-            node = self.graph.create_node("call_function", target, tuple(args), kwargs)
-        return set_note(node, replace(self._note, type=kind))
+        return insert_call(self._place, target, args, replace(self._note, type=kind), **kwargs)
 
     def several(self, target: Any, args: Sequence[Any], kinds: tuple[TensorType, ...]) -> list[fx.Node]:
         """The results of an operation of several."""
