@@ -18,9 +18,11 @@ from fxpar.ir.program import (
     Program,
     TensorType,
     describe,
+    insert_call,
     note,
     operands,
     output_layouts,
+    replace_node,
     set_note,
     tensor_type,
 )
@@ -77,11 +79,9 @@ class RandomEmitter:
         self, target: Any, x: fx.Node, *args: Any, dtype: torch.dtype | None = None, flows: bool = False
     ) -> fx.Node:
         """An element-wise operation on `x` and what has its layout; `flows` where a gradient goes through it."""
-        with self.node.graph.inserting_before(self.node):
-            new = self.node.graph.call_function(target, (x, *args))
         kind = replace(tensor_type(x), dtype=dtype or tensor_type(x).dtype)
         layout = output_layouts(self.node)[0] if flows else without_gradient(output_layouts(self.node)[0])
-        return set_note(new, replace(note(self.node), type=kind, layout=layout, random=0))
+        return insert_call(self.node, target, (x, *args), replace(note(self.node), type=kind, layout=layout, random=0))
 
     def scaled(self, x: fx.Node, factor: Any, offset: Any) -> fx.Node:
         """`x * factor + offset`."""
@@ -108,9 +108,8 @@ class RandomEmitter:
         """An operand that gets no gradient."""
         if not isinstance(x, fx.Node):
             return x
-        with self.node.graph.inserting_before(self.node):
-            new = self.node.graph.call_function(aten.detach.default, (x,))
-        return set_note(new, replace(note(x), layout=without_gradient(output_layouts(x)[0]), random=0))
+        noted = replace(note(x), layout=without_gradient(output_layouts(x)[0]), random=0)
+        return insert_call(self.node, aten.detach.default, (x,), noted)
 
     def cast(self, x: fx.Node) -> fx.Node:
         """`x` in the result's type."""
@@ -177,12 +176,10 @@ def _choice(draw: RandomEmitter) -> fx.Node:
     uniform = draw.drawn(TensorType(dtype, kind.shape))
     waiting = draw.call(aten.neg.default, draw.call(aten.log.default, uniform))
     rates = draw.call(aten.div.Tensor, weights, waiting, dtype=dtype)
-    with draw.node.graph.inserting_before(draw.node):
-        top = draw.node.graph.call_function(aten.topk.default, (rates, count))
-        first = draw.node.graph.call_function(operator.getitem, (top, 1))
-    noted, layout = note(draw.node), output_layouts(draw.node)[0]
-    set_note(top, replace(noted, type=(TensorType(dtype, chosen.shape), chosen), layout=(layout, layout), random=0))
-    return set_note(first, replace(noted, random=0))
+    layout, noted = output_layouts(draw.node)[0], replace(note(draw.node), random=0)
+    both = replace(noted, type=(TensorType(dtype, chosen.shape), chosen), layout=(layout, layout))
+    top = insert_call(draw.node, aten.topk.default, (rates, count), both)
+    return insert_call(draw.node, operator.getitem, (top, 1), noted)
 
 
 def _permutation(draw: RandomEmitter) -> fx.Node:
@@ -276,11 +273,9 @@ class _State:
 
     def index(self, axis: str) -> fx.Node:
         if axis not in self._indices:
-            with self.program.graph.inserting_before(self._behind_placeholders()):
-                node = self.program.graph.create_node(
-                    "call_function", axis_index, kwargs={"axis": axis}, name=f"{axis}_index"
-                )
-            self._indices[axis] = set_note(node, Note(type=TensorType(torch.int64, ()), layout=self._layout(axis)))
+            noted = Note(type=TensorType(torch.int64, ()), layout=self._layout(axis))
+            place = self._behind_placeholders()
+            self._indices[axis] = insert_call(place, axis_index, (), noted, f"{axis}_index", axis=axis)
         return self._indices[axis]
 
     def _own_indices(self, x: fx.Node) -> tuple[list[fx.Node], ...]:
@@ -299,23 +294,16 @@ class _State:
         if distribution is None:
             refuse(node)
         draw = RandomEmitter(node, lambda kind: self._uniform(node, kind))
-        value = draw.cast(distribution(draw))
-        node.replace_all_uses_with(value)
-        self.program.graph.erase_node(node)
-        value.name = node.name
+        replace_node(node, draw.cast(distribution(draw)))
 
     def _uniform(self, node: fx.Node, kind: TensorType) -> fx.Node:
         like = next((x for x in operands(node) if tensor_type(x).shape == kind.shape), None)
-        graph, layout = self.program.graph, self._layout()
-        if like is None and operands(node):
+        if like is not None:
+            noted = replace(note(node), type=kind, layout=without_gradient(output_layouts(node)[0]))
+            args = (like, self.rng, kind.dtype, *self._own_indices(like))
+            return insert_call(node, uniform_like, args, noted, "uniform_like")
+        if operands(node):
             refuse(node)
-        size = bind_arguments(node).get("size", [node.args[0]])
-        rng = self.rng
-        with graph.inserting_before(node):
-            if like is None:
-                new = graph.create_node("call_function", uniform, (size, rng, kind.dtype), name="uniform")
-            else:
-                layout = without_gradient(output_layouts(node)[0])
-                args: tuple[Any, ...] = (like, rng, kind.dtype, *self._own_indices(like))
-                new = graph.create_node("call_function", uniform_like, args, name="uniform_like")
-        return set_note(new, replace(note(node), type=kind, layout=layout))
+        size, noted = bind_arguments(node).get("size", [node.args[0]]), replace(note(node), type=kind)
+        drawn = (size, self.rng, kind.dtype)
+        return insert_call(node, uniform, drawn, replace(noted, layout=self._layout()), "uniform")

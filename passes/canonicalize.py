@@ -18,12 +18,12 @@ from fxpar.ir.program import (
     Program,
     ScalarType,
     TensorType,
+    insert_call,
     is_tensor,
     name_sizes,
     note,
     output_types,
     remove_dead,
-    set_note,
     tensor_type,
     update,
 )
@@ -61,15 +61,12 @@ def choose_by_masks(program: Program) -> None:
         # The number of true places is no size of a program, and so a value for each of them has no type here.
         if len(tensor_type(values).shape) > behind and tensor_type(values).shape[-behind - 1] != 1:
             continue  # a value for each true place
-        graph = program.graph
-        with graph.inserting_before(node):
-            for _ in range(behind):
-                mask = _with_dimension(graph, node, mask, len(tensor_type(mask).shape))
-            for _ in range(len(tensor_type(mask).shape) - behind - 1 if len(tensor_type(values).shape) > behind else 0):
-                values = _with_dimension(graph, node, values, len(tensor_type(values).shape) - behind)
-            if arguments.get("accumulate", False):
-                added = graph.call_function(aten.add.Tensor, (x, values))
-                values = set_note(added, note(node))
+        for _ in range(behind):
+            mask = _with_dimension(node, mask, len(tensor_type(mask).shape))
+        for _ in range(len(tensor_type(mask).shape) - behind - 1 if len(tensor_type(values).shape) > behind else 0):
+            values = _with_dimension(node, values, len(tensor_type(values).shape) - behind)
+        if arguments.get("accumulate", False):
+            values = insert_call(node, aten.add.Tensor, (x, values), note(node))
         node.target, node.args, node.kwargs = aten.where.self, (mask, values, x), {}
 
 
@@ -81,11 +78,10 @@ def _mask(node: fx.Node) -> fx.Node | None:
     return entries[0]
 
 
-def _with_dimension(graph: fx.Graph, node: fx.Node, x: fx.Node, dim: int) -> fx.Node:
+def _with_dimension(node: fx.Node, x: fx.Node, dim: int) -> fx.Node:
     kind = tensor_type(x)
-    shape = (*kind.shape[:dim], 1, *kind.shape[dim:])
-    new = graph.call_function(aten.unsqueeze.default, (x, dim))
-    return set_note(new, replace(note(node), type=TensorType(kind.dtype, shape), random=0))
+    noted = replace(note(node), type=TensorType(kind.dtype, (*kind.shape[:dim], 1, *kind.shape[dim:])), random=0)
+    return insert_call(node, aten.unsqueeze.default, (x, dim), noted)
 
 
 _DROPPED = frozenset(
@@ -187,7 +183,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     elif target is aten.bilinear.default and len(node.args) > 3 and node.args[3] is not None:
         _separate_bias(graph, node, node.args[3], (*node.args[:3], None), target)
     elif target in _CONVOLUTIONS and len(node.args) > 2 and isinstance(node.args[2], fx.Node):
-        bias = _along_channels(graph, node, node.args[2])
+        bias = _along_channels(node, node.args[2])
         _separate_bias(graph, node, bias, (*node.args[:2], None, *node.args[3:]), target)
     elif node.target in (aten.view.default, aten.expand.default, aten.reshape.default):
         sizes = [_literal(written, size) for written, size in zip(node.args[1], tensor_type(node).shape, strict=True)]  # type: ignore[arg-type]
@@ -200,19 +196,16 @@ def _multiply_sizes(graph: fx.Graph, node: fx.Node) -> None:
     shape, known = tensor_type(source).shape, note(node)
     total: Any = None
     value: Size = 1
-    with graph.inserting_before(node):
-        for dim, size in enumerate(shape):
-            if isinstance(size, int):
-                continue
-            factor = set_note(
-                graph.call_function(aten.sym_size.int, (source, dim)), replace(known, type=ScalarType(size))
-            )
-            value = simplify(value * size)
-            multiplied = factor if total is None else graph.call_function(operator.mul, (total, factor))
-            total = set_note(multiplied, replace(known, type=ScalarType(value)))
-        written = math.prod(size for size in shape if isinstance(size, int))
-        if total is not None and written != 1:
-            total = set_note(graph.call_function(operator.mul, (total, written)), known)
+    for dim, size in enumerate(shape):
+        if isinstance(size, int):
+            continue
+        factor = insert_call(node, aten.sym_size.int, (source, dim), replace(known, type=ScalarType(size)))
+        value = simplify(value * size)
+        noted = replace(known, type=ScalarType(value))
+        total = factor if total is None else insert_call(node, operator.mul, (total, factor), noted)
+    written = math.prod(size for size in shape if isinstance(size, int))
+    if total is not None and written != 1:
+        total = insert_call(node, operator.mul, (total, written), known)
     assert total is not None, "the trace writes numbers of elements that it knows as numbers"
     node.replace_all_uses_with(total)
     graph.erase_node(node)
@@ -254,23 +247,20 @@ def _single_dropout(graph: fx.Graph, node: fx.Node) -> None:
             raise PassError("the mask of a dropout is used", where=f"%{node.name}", remedy="use functional.dropout")
     new: Any = node.args[0]
     if node.args[1] != 0 and node.args[2] is not False:
-        with graph.inserting_before(node):
-            args = (node.args[0], node.args[1], True)
-            new = graph.create_node("call_function", aten.dropout.default, args, name="dropout")
-        set_note(new, replace(note(node), type=output_types(node)[0]))
+        args, noted = (node.args[0], node.args[1], True), replace(note(node), type=output_types(node)[0])
+        new = insert_call(node, aten.dropout.default, args, noted, "dropout")
     for user in list(node.users):
         user.replace_all_uses_with(new)
         graph.erase_node(user)
     graph.erase_node(node)
 
 
-def _along_channels(graph: fx.Graph, node: fx.Node, bias: fx.Node) -> fx.Node:
+def _along_channels(node: fx.Node, bias: fx.Node) -> fx.Node:
     """A convolution's bias as `[C, 1, …]`, one dimension for each of space."""
     kind, weight = tensor_type(bias), tensor_type(node.args[1])  # type: ignore[arg-type]
     shape = (*kind.shape, *[1] * (len(weight.shape) - 2))
-    with graph.inserting_before(node):
-        view = graph.call_function(aten.view.default, (bias, list(shape)))
-    return set_note(view, replace(note(node), type=TensorType(kind.dtype, shape)))
+    noted = replace(note(node), type=TensorType(kind.dtype, shape))
+    return insert_call(node, aten.view.default, (bias, list(shape)), noted)
 
 
 def _count_by_comparison(graph: fx.Graph, node: fx.Node) -> None:
@@ -331,15 +321,11 @@ def _size_along(node: fx.Node) -> Any:
 
 
 def _separate_bias(graph: fx.Graph, node: fx.Node, bias: Any, args: Any, target: Any) -> None:
-    product_type = tensor_type(node)
-    with graph.inserting_before(node):
-        product = graph.call_function(target, tuple(args))
-        set_note(product, note(node))
+    product = insert_call(node, target, args, note(node))
     node.target, node.args, node.kwargs = aten.add.Tensor, (product, bias), {}
     name = node.name
     node.name = graph._graph_namespace.create_name(f"{name}_bias", None)
     product.name = name
-    assert isinstance(product_type, TensorType)
     update(node, role="bias")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxpar.ir.grad_flow import owner_of, summed
-from fxpar.ir.program import Note, Program, note, operands, set_note, tensor_type
+from fxpar.ir.program import Note, Program, insert_call, note, operands, tensor_type
 from fxpar.ir.properties import Property
 from fxpar.layout.symbolic_sizes import product
 from fxpar.manager import register_pass
@@ -100,18 +100,11 @@ def _buckets(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
 
 def _merge(program: Program, bucket: Sequence[fx.Node]) -> None:
     """One node in front of all others, and an item of it in place of each coercion."""
-    first = _first(program)
     axis = str(bucket[0].kwargs["axis"])
-    with program.graph.inserting_before(first):
-        merged = program.graph.create_node(
-            "call_function",
-            sum_gradients,
-            tuple(operands(node)[0] for node in bucket),
-            {"axis": axis},
-            name=f"{axis}_gradients",
-        )
     layouts = [note(node).layout for node in bucket]
-    set_note(merged, Note(type=tuple(tensor_type(node) for node in bucket), layout=tuple(layouts), origin="bucket"))  # type: ignore[arg-type]
+    noted = Note(type=tuple(tensor_type(node) for node in bucket), layout=tuple(layouts), origin="bucket")  # type: ignore[arg-type]
+    summands = [operands(node)[0] for node in bucket]
+    merged = insert_call(_first(program), sum_gradients, summands, noted, f"{axis}_gradients", axis=axis)
     for index, node in enumerate(bucket):
         node.target, node.args, node.kwargs = operator.getitem, (merged, index), {}
     for node in operands(merged):

@@ -26,6 +26,7 @@ from fxpar.ir.program import (
     output_layouts,
     output_node,
     output_types,
+    replace_node,
     set_note,
     take_name,
 )
@@ -255,11 +256,8 @@ class _Backward:
 
     def _replace(self, node: fx.Node, new: fx.Node) -> None:
         """A node of the forward by another that computes the same, which takes its name."""
-        name = node.name
-        node.replace_all_uses_with(new)
         self.flags[new] = self.flags.pop(node)
-        self.program.graph.erase_node(node)
-        new.name = name
+        replace_node(node, new)
 
     def _of_operator(
         self, node: fx.Node, record: Operator, tangents: tuple[fx.Node | None, ...], needed: tuple[bool, ...]

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxpar.cost.buffer_reuse import Handshakes, copyable, handshakes, is_shot, is_sum
 from fxpar.cost.seconds import travels
-from fxpar.ir.program import Program, copy_node, note, update
+from fxpar.ir.program import Program, note, update
 from fxpar.ir.properties import Property
 from fxpar.ir.regions import Region, inlined, region_of
 from fxpar.manager import Pass, register_pass
@@ -144,11 +144,7 @@ def _with(program: Program, buffers: Mapping[fx.Node, int], alone: Collection[fx
 def _rewritten(region: Region, buffers: Mapping[fx.Node, int], alone: Collection[fx.Node]) -> Region:
     if buffers.keys().isdisjoint(region.body):
         return region
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in (*region.operands, *region.body):
-        copies[node] = copy_node(graph, node, copies, node.name)
-        if node in buffers:
-            update(copies[node], buffer=buffers[node], one_shot=node in alone)
-    graph.output(tuple(copies[node] for node in region.results))
-    return Region(region.name, graph, region.fqn)
+    rewritten, copies = region.reordered(region.body)
+    for node in buffers.keys() & copies.keys():
+        update(copies[node], buffer=buffers[node], one_shot=node in alone)
+    return rewritten

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -12,7 +11,17 @@ from torch import fx
 from fxpar.elements.aten_elements import broadcast, elements
 from fxpar.elements.numbers import TRUE, Element, Numbers, Predicate, index
 from fxpar.errors import PassError
-from fxpar.ir.program import Note, Program, ScalarType, TensorType, note, remove_dead, set_note, tensor_type
+from fxpar.ir.program import (
+    Note,
+    Program,
+    ScalarType,
+    TensorType,
+    ancestors,
+    insert_call,
+    note,
+    remove_dead,
+    tensor_type,
+)
 from fxpar.ir.properties import Property
 from fxpar.layout.symbolic_sizes import Size, simplify
 from fxpar.manager import register_pass
@@ -55,7 +64,7 @@ def fold_masks(program: Program) -> Program:
         raise PassError("layouts are chosen already", where="fold_masks", remedy="run it before annotate")
     masks = {node: mask for node in _attentions(program) if isinstance(mask := _mask(node), fx.Node)}
     # Formulas are worked out for what masks depend on, and not for the whole model.
-    above = _ancestors(program.graph, masks.values())
+    above = sorted(ancestors(masks.values()))
     known = elements(program, above)
     windows: dict[tuple[Size, int], fx.Node] = {}
     for node, mask in masks.items():
@@ -80,18 +89,6 @@ def _attentions(program: Program) -> list[fx.Node]:
 
 def _mask(node: fx.Node) -> Any:
     return bind_arguments(node).get("attn_mask")
-
-
-def _ancestors(graph: fx.Graph, ends: Iterable[fx.Node]) -> list[fx.Node]:
-    """The nodes and all that they depend on, in graph order."""
-    ancestors: set[fx.Node] = set()
-    pending = list(ends)
-    while pending:
-        node = pending.pop()
-        if node not in ancestors:
-            ancestors.add(node)
-            pending += node.all_input_nodes
-    return [node for node in graph.nodes if node in ancestors]
 
 
 def _kind(node: fx.Node, mask: fx.Node, element: Element) -> _Kind | None:
@@ -150,9 +147,7 @@ def _window(graph: fx.Graph, user: fx.Node, origin: Note, width: int) -> fx.Node
     like = replace(origin, recompute=0)  # what several regions use stands in none
 
     def add(name: str, target: Any, args: tuple[Any, ...], dtype: torch.dtype, *shape: Size) -> fx.Node:
-        with graph.inserting_before(place):
-            new = graph.create_node("call_function", target, args, name=name)
-        return set_note(new, replace(like, type=TensorType(dtype, shape)))
+        return insert_call(place, target, args, replace(like, type=TensorType(dtype, shape)), name)
 
     cols = add("window_cols", aten.arange.default, (count,), torch.int64, size)
     rows = add("window_rows", aten.unsqueeze.default, (cols, 1), torch.int64, size, 1)

@@ -7,7 +7,17 @@ from torch import fx
 from fxpar.errors import PassError
 from fxpar.ir.grad_flow import carried
 from fxpar.ir.operators import canonical_placement
-from fxpar.ir.program import Note, Program, note, operands, output_layouts, output_node, set_note, update, with_operands
+from fxpar.ir.program import (
+    Note,
+    Program,
+    insert_call,
+    note,
+    operands,
+    output_layouts,
+    output_node,
+    update,
+    with_operands,
+)
 from fxpar.ir.properties import Property
 from fxpar.ir.step import is_buffer
 from fxpar.layout.layout import I, Layout
@@ -69,34 +79,29 @@ def _converted(program: Program, known: Made, node: fx.Node, target: Layout, car
         # conversions which begin alike share their first steps.
         key = (node, step.layout)
         if key not in known:
-            known[key] = _insert(program, node, step, user)
+            known[key] = _insert(node, step, user)
         node = known[key]
     return node
 
 
-def _insert(program: Program, node: fx.Node, step: Conversion, user: fx.Node) -> fx.Node:
+def _insert(node: fx.Node, step: Conversion, user: fx.Node) -> fx.Node:
     noted = note(node)
     before, axes = output_layouts(node)[0], "-".join(step.axes)
     is_sum = step.row.source == "P"
     # A reduction directly behind its producer frees the partial sum at once.
     anchor = node.next if is_sum else user
-    with program.graph.inserting_before(anchor):
-        operator = step.row.operator
-        name = f"{node.name}_{operator.__name__}"
-        new = program.graph.create_node("call_function", operator, (node,), {"axis": axes}, name=name)
     place = noted if is_sum or user.op == "output" else note(user)
     texts = [" ".join(dict.fromkeys(str(layout.on(axis)) for axis in step.axes)) for layout in (before, step.layout)]
-    return set_note(
-        new,
-        Note(
-            type=noted.type,
-            layout=step.layout,
-            fqn=place.fqn,
-            source=place.source,
-            recompute=place.recompute,
-            origin=f"{texts[0]} to {texts[1]} for %{user.name}",
-        ),
+    converted = Note(
+        type=noted.type,
+        layout=step.layout,
+        fqn=place.fqn,
+        source=place.source,
+        recompute=place.recompute,
+        origin=f"{texts[0]} to {texts[1]} for %{user.name}",
     )
+    operator = step.row.operator
+    return insert_call(anchor, operator, (node,), converted, f"{node.name}_{operator.__name__}", axis=axes)
 
 
 def _finish_outputs(program: Program, known: Made, flags: dict[fx.Node, tuple[bool, ...]]) -> None:

@@ -17,6 +17,7 @@ from fxpar.ir.program import (
     Program,
     ScalarType,
     TensorType,
+    ancestors,
     copy_node,
     module_of,
     note,
@@ -312,14 +313,9 @@ def numbers_by_phase(program: Program) -> None:
 
 def _is_inner(node: fx.Node) -> bool:
     """Whether a node is a number of what the program makes."""
-    if not isinstance(note(node).type, ScalarType):
-        return False
-    pending = list(node.all_input_nodes)
-    while pending:
-        read = pending.pop()
-        if read.op == "placeholder":
-            continue
-        if not isinstance(note(read).type, ScalarType):
-            return True
-        pending += read.all_input_nodes
-    return False
+    above = ancestors([node], _is_number)
+    return _is_number(node) and any(read.op != "placeholder" and not _is_number(read) for read in above)
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(note(node).type, ScalarType)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fxpar.cost.seconds import Estimates, estimates
-from fxpar.ir.program import Program, ScalarType, copy_node, note
+from fxpar.ir.program import Program, ScalarType, note
 from fxpar.ir.properties import Property
 from fxpar.ir.regions import Region, inlined, region_of
 from fxpar.manager import register_pass
@@ -61,7 +61,7 @@ def overlap(program: Program) -> Program:
             inside = dict(zip(by_call[node.name], region.body, strict=True))
             # All calls of a region have one order, since they share one compiled unit: that of the first call.
             order = [inside[inner] for inner in _Order(seconds).of(list(inside))]
-            ordered[region] = region if order == region.body else _reordered(region, order)
+            ordered[region] = region if order == region.body else region.reordered(order)[0]
         if region is not None:
             node.target = ordered[region]
     for run in _runs(program):
@@ -94,15 +94,6 @@ def _place(behind: fx.Node, order: Sequence[fx.Node]) -> None:
     for node in order:
         behind.append(node)
         behind = node
-
-
-def _reordered(region: Region, order: Sequence[fx.Node]) -> Region:
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in (*region.operands, *order):
-        copies[node] = copy_node(graph, node, copies, node.name)
-    graph.output(tuple(copies[node] for node in region.results))
-    return Region(region.name, graph, region.fqn)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from torch import fx
 
 from fxpar.cost.stage_cut_points import Divisible, divisible
 from fxpar.errors import PassError, PlanError
-from fxpar.ir.program import Note, Program, TensorType, copy_node, describe, note, set_note, update
+from fxpar.ir.program import Note, Program, TensorType, copy_node, describe, insert_call, note, update
 from fxpar.ir.properties import Property
 from fxpar.ir.stages import is_one_stage, stage_of
 from fxpar.ir.step import buffer_name, is_buffer
@@ -152,13 +152,9 @@ class _Stages:
         # Only neighbours have channels. A value for a later stage goes through
         # all between, which keeps the order of messages.
         source = self._on(value, stage - 1, reader)
-        name = f"{value.name}_on_{stage}"
-        with self.graph.inserting_before(reader):
-            new = self.graph.create_node("call_function", transfer, (source,), name=name)
         noted = note(value)
-        return set_note(
-            new, Note(type=noted.type, layout=noted.layout, fqn=noted.fqn, source=noted.source, stages=(stage,))
-        )
+        sent = Note(type=noted.type, layout=noted.layout, fqn=noted.fqn, source=noted.source, stages=(stage,))
+        return insert_call(reader, transfer, (source,), sent, f"{value.name}_on_{stage}")
 
     def _computed(self, value: fx.Node, stage: int, reader: fx.Node) -> fx.Node:
         """A copy of what each stage computes for itself; the first takes the node itself."""
