@@ -31,14 +31,6 @@ class Atom:
         """The stride of what is next."""
         return self.size * self.stride
 
-    def index(self, place: int) -> int:
-        """Where a rank stands on it.
-
-        Args:
-            place: the rank, less the number of the first one.
-        """
-        return place // self.stride % self.size
-
 
 def refined(parts: Mapping[str, Sequence[tuple[str, int]]]) -> tuple[Atom, ...]:
     """The common refinement of several products of axes over the same ranks, from the fastest atom.
@@ -89,24 +81,6 @@ def groups_over(atoms: Iterable[Atom], others: Iterable[Atom], offset: int = 0) 
     """
     firsts, steps = ranks_over(others), ranks_over(atoms)
     return tuple(tuple(offset + first + step for step in steps) for first in firsts)
-
-
-def index_on(atoms: Sequence[Atom], place: int) -> int:
-    """Where a rank stands among all ranks of some atoms.
-
-    Args:
-        atoms: in nesting order, the outermost first.
-        place: the rank, less the number of the first one.
-    """
-    index = 0
-    for atom in atoms:
-        index = index * atom.size + atom.index(place)
-    return index
-
-
-def ranks_of(atoms: Iterable[Atom]) -> int:
-    """How many ranks some atoms have."""
-    return math.prod(atom.size for atom in atoms)
 
 
 # What the axes of a mesh are for.

@@ -2,14 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 
 from fxpar.errors import PlanError
-from fxpar.mesh.axes import DENSE, EXPERT, Atom, groups_over, index_on, ranks_of
+from fxpar.mesh.axes import DENSE, EXPERT, Atom, groups_over
 from fxpar.mesh.mesh import Mesh
 from tests.mesh.meshes import EXAMPLES, by_brute_force, counted, good, parts
 
@@ -17,6 +17,18 @@ from tests.mesh.meshes import EXAMPLES, by_brute_force, counted, good, parts
 def boundaries(sizes: list[tuple[str, int]]) -> set[int]:
     """Ranks after which each axis begins anew."""
     return {math.prod(size for _, size in sizes[:count]) for count in range(len(sizes) + 1)}
+
+
+def index_on(atoms: Sequence[Atom], place: int) -> int:
+    """The number of a rank among all of some atoms, the outermost first."""
+    index = 0
+    for atom in atoms:
+        index = index * atom.size + place // atom.stride % atom.size
+    return index
+
+
+def ranks_of(atoms: Sequence[Atom]) -> int:
+    return math.prod(atom.size for atom in atoms)
 
 
 def factored(options: Mapping[str, Any]) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
