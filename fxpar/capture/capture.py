@@ -17,14 +17,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxpar.capture.convert import CallSpec, convert
-from fxpar.capture.dynamo import Offered
 from fxpar.capture.eager import compare, walk
 from fxpar.capture.guards import check_model, check_samples
 from fxpar.capture.prepared_model import cast_inputs, input_dtype, trial_run
 from fxpar.capture.python_state import OtherMemos
 from fxpar.capture.rowwise import check_row_wise
 from fxpar.capture.size_expressions import SizeError, check_splits, check_views, floats_as_tensors
-from fxpar.capture.trace import Trace, arguments, trace
+from fxpar.capture.trace import Offered, Trace, arguments, trace
 from fxpar.errors import CaptureError, PlanError
 from fxpar.experts.compiler.named_modules import substitutes
 from fxpar.ir.grad_flow import carried

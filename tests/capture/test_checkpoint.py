@@ -16,8 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 from fxpar.capture.capture import Captured, capture
-from fxpar.capture.dynamo import Offered
-from fxpar.capture.trace import trace
+from fxpar.capture.trace import Offered, trace
 from fxpar.ir.program import Program, note
 from fxpar.manager import PassManager
 from fxpar.passes.canonicalize import canonicalize
