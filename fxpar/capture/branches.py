@@ -31,7 +31,7 @@ _MOST = 200
 
 
 def branch(func: Any, args: tuple[Any, ...]) -> bool | None:
-    """What a branch on a tensor does, where that is known."""
+    """Returns what a branch on a tensor does, where that is known."""
     if func not in (Tensor.__bool__, Tensor.item) or args[0].dtype != torch.bool or args[0].numel() != 1:
         return None
     element = known(args[0])
@@ -39,7 +39,7 @@ def branch(func: Any, args: tuple[Any, ...]) -> bool | None:
 
 
 def known(value: Tensor) -> Element | None:
-    """The elements of a tensor of the trace that is under way; None where they depend on more than sizes."""
+    """Returns the elements of a tensor of the trace that is under way; None where they depend on more than sizes."""
     mode = get_proxy_mode()
     if mode is None or value not in mode.tracer.tensor_tracker:
         return None
@@ -54,7 +54,7 @@ def known(value: Tensor) -> Element | None:
 
 
 def _above(node: fx.Node) -> list[fx.Node] | None:
-    """A node and all that it is computed from, in the order of the graph; None where that is much."""
+    """Returns a node and all that it is computed from, in the order of the graph; None where that is much."""
     above, waiting = {node}, [node]
     while waiting:
         for operand in waiting.pop().all_input_nodes:
@@ -89,7 +89,7 @@ def _size(size: int | torch.SymInt) -> Size:
 
 
 def _is_written(graph: fx.Graph, above: list[fx.Node]) -> bool:
-    """Whether an operator writes into the memory of one of them, be it through a view."""
+    """Returns whether an operator writes into the memory of one of them, be it through a view."""
     memories = {_memory(node) for node in above} - {None}
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
@@ -99,7 +99,7 @@ def _is_written(graph: fx.Graph, above: list[fx.Node]) -> bool:
 
 
 def _memory(node: fx.Node) -> int | None:
-    """What tensors have in common that share memory; None of what is no single tensor."""
+    """Returns what tensors have in common that share memory; None of what is no single tensor."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
@@ -130,7 +130,7 @@ class Questions(contextlib.ExitStack):
         return self
 
     def _is_fake(self, value: Any, is_fake: bool) -> bool:
-        """What depends on sizes alone is known: a branch on it is the eager one."""
+        """Answers no for what depends on sizes alone, which is known: a branch on it is the eager one."""
         if is_fake and self._as_eager and _asks(2) and known(value) is not None:
             self.asked = True
             return False
@@ -147,7 +147,7 @@ class Questions(contextlib.ExitStack):
 
 
 def _asks(depth: int) -> bool:
-    """Whether the author's code stands so many frames above the caller; generated code has torch's own questions."""
+    """Returns whether the author's code is so many frames above the caller; generated code has torch's questions."""
     file = sys._getframe(depth + 1).f_code.co_filename
     return is_foreign_file(file) and not file.startswith(_GENERATED)
 
@@ -175,7 +175,7 @@ class Decided:
         self._open: dict[int, tuple[Tensor, float]] = {}
 
     def branch(self, func: Any, args: tuple[Any, ...]) -> bool | None:
-        """What a branch on a tensor does, where that is known.
+        """Returns what a branch on a tensor does, where that is known.
 
         Raises:
             CaptureError: it goes either way, by chance.

@@ -190,7 +190,7 @@ def _traced(
     name: str | None,
     fixed: frozenset[tuple[int, int]],
 ) -> tuple[Trace, Program, CallSpec]:
-    """A trace with as many symbolic dimensions as the model takes, and its program.
+    """Returns a trace with as many symbolic dimensions as the model takes, and its program.
 
     Args:
         trace_with: makes a trace with the dimensions that are `offered` as symbols.
@@ -213,7 +213,7 @@ def _traced(
 
 
 def _with_trainable_loss(model: nn.Module, program: Program, is_guess: bool) -> Program:
-    """The program; without a loss where the only scalar, taken for one, is a number to look at.
+    """Returns the program; without a loss where the only scalar, taken for one, is a number to look at.
 
     Args:
         is_guess: whether nobody called it a loss.

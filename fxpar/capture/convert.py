@@ -72,7 +72,7 @@ class CallSpec:
     conditions: tuple[Any, ...] = ()
 
     def inputs(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
-        """The program's inputs, by path, of a call `(args, kwargs)`.
+        """Returns the program's inputs, by path, of a call `(args, kwargs)`.
 
         Raises:
             CheckFailed: the call has another structure than the traced one.
@@ -84,7 +84,7 @@ class CallSpec:
         return {str(what): value for (kind, what), value in pairs if kind == "input"}
 
     def admits(self, sizes: Mapping[str, int]) -> bool:
-        """Whether the trace is the model for inputs of these sizes, by symbol.
+        """Returns whether the trace is the model for inputs of these sizes, by symbol.
 
         A trace takes it for granted that symbols are not 1, and records none of the branches that are decided by that.
         """
@@ -105,14 +105,14 @@ class _Conversion:
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of the model by all their names."""
+        """Returns parameters and buffers of the model by all their names."""
         tensors: dict[str, torch.Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
         tensors.update(self.model.named_buffers(remove_duplicate=False))
         return tensors
 
     @cached_property
     def names(self) -> dict[int, str]:
-        """The first name of each of these, by identity."""
+        """Returns the first name of each of these, by identity."""
         # Reversed, so that the first name of a tied tensor is entered last, and stays.
         return {id(tensor): fqn for fqn, tensor in reversed(list(self.tensors.items()))}
 
@@ -122,7 +122,7 @@ def _path(keys: Any) -> str:
 
 
 def convert(traced: Trace, model: nn.Module, plan: Plan, loss: str | None) -> tuple[Program, CallSpec]:
-    """The program of a trace, and how calls map to it.
+    """Returns the program of a trace, and how calls map to it.
 
     Args:
         loss: name of the output to differentiate; None for `loss`, else the only scalar that there is; empty for none.
@@ -160,7 +160,7 @@ def convert(traced: Trace, model: nn.Module, plan: Plan, loss: str | None) -> tu
 
 
 def _name_of(state: _Conversion, target: Any) -> str:
-    """The first name that the author's model has for a parameter or buffer of the trace."""
+    """Returns the first name that the author's model has for a parameter or buffer of the trace."""
     exported = state.traced.exported
     actual = exported.state_dict.get(target, exported.constants.get(target))
     actual = state.traced.originals.get(id(actual), actual)
@@ -175,7 +175,7 @@ def _numbered(spec: pytree.TreeSpec) -> Any:
 
 
 def _clean(paths: list[str]) -> list[str]:
-    """`1.input_ids` → `input_ids` (keyword calls), `0.0.x` → `x` (one batch), `0.1` → `1` (positional)."""
+    """Shortens `1.input_ids` to `input_ids` (keyword calls), `0.0.x` to `x` (one batch), `0.1` to `1` (positional)."""
     short = [p.split(".", 1)[-1] for p in paths]
     if short and all(p.startswith("0.") for p in short):
         short = [p.split(".", 1)[1] for p in short]
@@ -229,7 +229,7 @@ def _placeholders(
 
 
 def _constant(node: fx.Node, name: str, value: torch.Tensor) -> torch.Tensor:
-    """The value of a tensor that belongs to the trace and not to the model."""
+    """Returns the value of a tensor that belongs to the trace and not to the model."""
     if is_fake(value):
         raise CaptureError(
             "reads a value that the forward computes and the trace lost: torch takes it for a constant",
@@ -286,7 +286,7 @@ def _copy(state: _Conversion, node: fx.Node) -> fx.Node:
 
 
 def _counted(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, Any]:
-    """What a `bincount` counts, and how many counts the trace had (`patches.known_counts`)."""
+    """Returns what a `bincount` counts, and how many counts the trace had (`patches.known_counts`)."""
     if len(args) > 1 and args[1] is not None:
         raise CaptureError(
             "sums of weights by number are as many as values of tensors say",
@@ -304,7 +304,7 @@ def _counted(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, Any]:
 
 
 def _is_promise(node: fx.Node) -> bool:
-    """Whether it says of a number of rows that a loop picks in which range it is, which nothing reads."""
+    """Returns whether it says of a number of rows that a loop picks in which range it is, which nothing reads."""
     if node.target is torch.ops.aten._assert_scalar.default:
         return isinstance(node.args[0], fx.Node) and _is_promise(node.args[0])
     value = node.meta.get("val")
@@ -393,7 +393,7 @@ def conditions(traced: Trace, names: Mapping[Any, Any]) -> tuple[Any, ...]:
 
 
 def _assumed(traced: Trace) -> Iterator[Any]:
-    """What Dynamo assumed, in the symbols of the export."""
+    """Yields what Dynamo assumed, in the symbols of the export."""
     specs = traced.exported.graph_signature.input_specs
     holders = [n for n in traced.exported.graph.nodes if n.op == "placeholder"]
     leaves = [n for n, spec in zip(holders, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
@@ -406,7 +406,7 @@ def _assumed(traced: Trace) -> Iterator[Any]:
 
 
 def _plain(expression: Any, replacements: Mapping[Any, Any]) -> Any:
-    """Symbols that the trace replaced by others or by numbers, and the rest by their names' plain symbols."""
+    """Returns symbols that the trace replaced by others or by numbers, and the rest by their names' plain symbols."""
     # A symbol may be replaced by one that is replaced itself. The bound ends a cycle.
     for _ in range(len(replacements) + 1):
         replaced = expression.xreplace(dict(replacements))
@@ -494,7 +494,7 @@ class Notes:
         return None
 
     def placed_type(self, node: fx.Node, place: str = "") -> ValueType:
-        """The type of a node's value; errors name the place, or the author's line."""
+        """Returns the type of a node's value; errors name the place, or the author's line."""
         try:
             return self._type(node.meta.get("val"))
         except _DataError as error:
@@ -552,7 +552,7 @@ class Notes:
             self.substitution[symbol(str(key))] = self.symbols[-1].size
 
     def note(self, node: fx.Node) -> Note:
-        """The note of an operation.
+        """Returns the note of an operation.
 
         Raises:
             CaptureError: its type cannot be written, or it reads a tensor's value on the host.
@@ -575,7 +575,7 @@ class Notes:
         )
 
     def _random_identity(self, node: fx.Node, fqn: str) -> int:
-        """A number from the node's module and its position there: the same under every plan."""
+        """Returns a number from the node's module and its position there: the same under every plan."""
         if not draws_bits(node):
             return 0
         self._random[fqn] += 1

@@ -58,7 +58,7 @@ class HookObserver:
         self._seen: list[tuple[str, str, weakref.ref[Tensor]]] = []
 
     def around(self, where: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """The hook, watched."""
+        """Returns the hook, watched."""
 
         def call(module: nn.Module, *args: Any) -> Any:
             with _Made() as mode:
@@ -259,12 +259,12 @@ def _nothing(gradients: tuple[Any, ...], _: tuple[Any, ...]) -> tuple[None, ...]
 
 
 def _sees_gradients(node: Any) -> bool:
-    """Whether it is that of a leaf with hooks that are called where it has a gradient."""
+    """Returns whether it is that of a leaf with hooks that are called where it has a gradient."""
     return bool(getattr(getattr(node, "variable", None), "_post_accumulate_grad_hooks", None))
 
 
 def _nodes(roots: list[Tensor]) -> Iterator[Any]:
-    """The nodes that the gradients of some tensors go through."""
+    """Yields the nodes that the gradients of some tensors go through."""
     pending: list[Any] = [root.grad_fn for root in roots]
     seen: set[Any] = set()
     while pending:
@@ -317,7 +317,7 @@ class _EngineCallMode(TorchDispatchMode):
         super().__exit__(*args)  # type: ignore[no-untyped-call]
 
     def unseen(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call inside which nothing is looked at."""
+        """Calls a function inside which nothing is looked at."""
         if not self._is_looking:
             return func(*args, **kwargs)
         self._look_away()
@@ -418,14 +418,14 @@ def _check_draw(func: Any) -> None:
 
 
 def _hook(code: CodeType) -> str:
-    """The name of a function that the engine calls for a hook; empty for what it calls to differentiate, or to free."""
+    """Returns the name of a function that the engine calls for a hook; empty where it differentiates or frees."""
     file = code.co_filename
     is_own = is_foreign_file(file) and not file.startswith("<eval_with_key>") and code.co_name != "__del__"
     return code.co_qualname if is_own or file.startswith(_HOOKS) else ""
 
 
 def _line(frame: FrameType | None) -> str:
-    """The innermost line of the author's code."""
+    """Returns the innermost line of the author's code."""
     while frame is not None and not is_foreign_file(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "forward"

@@ -33,7 +33,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 def normed_batches(graph: fx.Graph, prefix: str) -> tuple[str, ...]:
-    """The modules, each with its line, that norm by statistics of the batch that is given.
+    """Returns the modules, each with its line, that norm by statistics of the batch that is given.
 
     Args:
         prefix: what module paths begin with besides the author's names.
@@ -44,7 +44,7 @@ def normed_batches(graph: fx.Graph, prefix: str) -> tuple[str, ...]:
 
 
 def changes_statistics(node: fx.Node) -> bool:
-    """Whether a node is a norm that may change statistics that its module keeps."""
+    """Returns whether a node is a norm that may change statistics that its module keeps."""
     return node.target in (aten.batch_norm.default, aten.instance_norm.default)
 
 
@@ -74,7 +74,7 @@ class _ElementCounts:
         self._graph, self._made = graph, dict[Any, fx.Node]()
 
     def product(self, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> Any:
-        """The number of elements of `x` over some dimensions, in front of `node`."""
+        """Returns the number of elements of `x` over some dimensions, in front of `node`."""
         number: Any = 1
         rest: list[fx.Node] = []
         for dim in dims:
@@ -89,7 +89,7 @@ class _ElementCounts:
         return number
 
     def made(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
-        """A number in front of `node`; the same one as before where it was made."""
+        """Returns a number in front of `node`; the same one as before where it was made."""
         key = (target, args)
         if key not in self._made:
             with self._graph.inserting_before(node):
@@ -126,7 +126,7 @@ class _NormEmitter:
         self._rank = _value(self.x).dim()
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """An operation."""
+        """Adds an operation."""
         with self.node.graph.inserting_before(self.node):
             new = self.node.graph.call_function(target, args, kwargs)
         new.meta = dict(self.node.meta)
@@ -135,11 +135,11 @@ class _NormEmitter:
         return new
 
     def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """`x` in a type."""
+        """Returns `x` in a type."""
         return x if _value(x).dtype == dtype else self(aten._to_copy.default, x, dtype=dtype)
 
     def along(self, value: Any) -> Any:
-        """What is of channels, the last dimension, beside a value with dimensions behind these."""
+        """Returns what is of channels, the last dimension, beside a value with dimensions behind these."""
         behind = self._rank - 2
         if behind > 0 and _value(value).dim() == 1:
             return self(aten.view.default, value, [-1, *[1] * behind])
@@ -148,7 +148,7 @@ class _NormEmitter:
         return value
 
     def moments(self, dims: Sequence[int]) -> tuple[fx.Node, fx.Node, fx.Node, Any]:
-        """What deviates from the mean, the mean, the sum of squares of what deviates, and how many elements there are.
+        """Returns what deviates from the mean, the mean, the sum of squares of the former, and the number of elements.
 
         A mean is a sum over a number, so that ranks that share out what is counted sum both.
         """
@@ -159,7 +159,7 @@ class _NormEmitter:
         return centered, mean, squares, count
 
     def scaled(self, centered: fx.Node, variance: Any) -> fx.Node:
-        """The norm of what deviates from a mean."""
+        """Returns the norm of what deviates from a mean."""
         scale = self(aten.rsqrt.default, self(aten.add.Tensor, variance, self.epsilon))
         if self.weight is not None:
             scale = self(aten.mul.Tensor, scale, self.weight)
@@ -177,7 +177,7 @@ class _NormEmitter:
                 self(aten.copy_.default, statistic, self(aten.add.Tensor, old, share))
 
     def unbiased(self, squares: fx.Node, count: Any) -> fx.Node:
-        """The variance of a sample."""
+        """Returns the variance of a sample."""
         less = count - 1 if isinstance(count, int) else self.sizes.made(self.node, operator.sub, count, 1)
         return self(aten.div.Tensor, squares, less)
 
@@ -208,7 +208,7 @@ def _by_constants(call: _NormEmitter) -> fx.Node:
 
 
 def _by_instance(call: _NormEmitter) -> fx.Node:
-    """Each row by itself; the statistics that are kept move towards the mean over rows."""
+    """Norms each row by itself; the statistics that are kept move towards the mean over rows."""
     centered, mean, squares, count = call.moments(range(2, _value(call.x).dim()))
     rows = call.sizes.product(call.node, call.x, [0])
     means = [
@@ -220,7 +220,7 @@ def _by_instance(call: _NormEmitter) -> fx.Node:
 
 
 def functional_form(exported: ExportedProgram) -> ExportedProgram:
-    """The program in functional form; the one that is given may be changed.
+    """Returns the program in functional form; the one that is given may be changed.
 
     Args:
         exported: a flat graph.
@@ -268,7 +268,7 @@ def _decompositions(composed: frozenset[Any]) -> dict[Any, Callable[..., Any]]:
 
 @functools.cache
 def _is_taken_apart(target: Any) -> bool:
-    """Whether torch composes a functional operator of others, and no rule knows it: rules know what it consists of."""
+    """Returns whether torch composes a functional operator of others, and rules know these alone."""
     if target in _TAKEN_APART:
         return True
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
@@ -280,7 +280,7 @@ def _is_taken_apart(target: Any) -> bool:
 
 
 def _is_known(node: fx.Node) -> bool:
-    """Whether the node can stay as it is, or is one of those that are rewritten."""
+    """Returns whether the node can stay as it is, or is one of those that are rewritten."""
     target: Any = node.target
     if getattr(target, "__module__", "").startswith(
         "torch._functorch"
@@ -303,14 +303,14 @@ def _is_known(node: fx.Node) -> bool:
 
 
 def _is_in_equal_steps(node: fx.Node) -> bool:
-    """Whether a `chunk` is a `split` into parts of a known size."""
+    """Returns whether a `chunk` is a `split` into parts of a known size."""
     source, _, *dim = node.args
     size = _value(source).shape[dim[0] if dim else 0]  # type: ignore[index]
     return isinstance(size, int) and size > 0 and not node.kwargs
 
 
 def _has_sizes_of_inputs(node: fx.Node) -> bool:
-    """Whether all sizes of the operand, and those that `unflatten` makes, are numbers or such of the graph's inputs."""
+    """Returns whether all sizes of the operand, and those of `unflatten`, are numbers or sizes of inputs."""
     parts: Any = node.args[2] if node.target is aten.unflatten.int else ()
     if node.target is aten.unflatten.int and node.kwargs:
         return False
@@ -344,7 +344,7 @@ def _number(exported: ExportedProgram) -> None:
 
 
 def _made(graph: fx.Graph, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A call before `node` with its metadata."""
+    """Adds a call before `node` with its metadata."""
     with graph.inserting_before(node):
         new = graph.call_function(target, args, kwargs)
     new.meta = dict(node.meta)
@@ -352,13 +352,13 @@ def _made(graph: fx.Graph, node: fx.Node, target: Any, *args: Any, **kwargs: Any
 
 
 def _is_same(node: fx.Node) -> bool:
-    """Whether the result is the operand itself or a view of it."""
+    """Returns whether the result is the operand itself or a view of it."""
     mine, other = (StorageWeakRef(_value(n).untyped_storage()) for n in (node, node.args[0]))
     return bool(mine == other)
 
 
 def _cast(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """`to`: the operand, or a copy in another type."""
+    """Writes `to`: the operand, or a copy in another type."""
     source: Any = node.args[0]
     if _is_same(node):
         return source  # type: ignore[no-any-return]
@@ -369,14 +369,14 @@ def _cast(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _contiguous(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """`contiguous`: the operand, or a copy."""
+    """Writes `contiguous`: the operand, or a copy."""
     if _is_same(node):
         return node.args[0]  # type: ignore[return-value]
     return _made(graph, node, aten.clone.default, node.args[0], memory_format=torch.contiguous_format)
 
 
 def _reshape(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """`reshape`: a view, or a view of a copy."""
+    """Writes `reshape`: a view, or a view of a copy."""
     if _is_same(node):
         return _made(graph, node, aten.view.default, *node.args[:2])
     copy = _made(graph, node, aten.clone.default, node.args[0], memory_format=torch.contiguous_format)
@@ -385,7 +385,7 @@ def _reshape(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _flatten(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """`flatten`: the operand where there is nothing to merge, or a `reshape`."""
+    """Writes `flatten`: the operand where there is nothing to merge, or a `reshape`."""
     source: Any = node.args[0]
     dims = _value(source).dim()
     if dims == 0:
@@ -399,13 +399,13 @@ def _flatten(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _places(node: fx.Node) -> tuple[int, int]:
-    """The first and the last dimension that `flatten` merges."""
+    """Returns the first and the last dimension that `flatten` merges."""
     options = dict(zip(("start_dim", "end_dim"), node.args[1:], strict=False)) | node.kwargs
     return options.get("start_dim", 0), options.get("end_dim", -1)  # type: ignore[return-value]
 
 
 def _unflatten(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """`unflatten`: a view."""
+    """Writes `unflatten`: a view."""
     source, position, parts = node.args
     dims, dim = _value(source).dim(), cast(int, position)
     before, behind = range(dim % dims), range(dim % dims + 1, dims)
@@ -418,14 +418,14 @@ def _unflatten(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _chunk(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """`chunk`: parts of one size, the last one smaller; a result is read by its index."""
+    """Writes `chunk`: parts of one size, the last one smaller; a result is read by its index."""
     source, count, *dim = node.args
     size = _value(source).shape[dim[0] if dim else 0]  # type: ignore[index]
     return _made(graph, node, aten.split.Tensor, source, -(-size // count), *dim)  # type: ignore[operator]
 
 
 def _size(graph: fx.Graph, node: fx.Node, dim: int) -> Any:
-    """The size of the first operand of `node`: a number, or a node behind the placeholders, as a trace has it."""
+    """Returns the size of the first operand of `node`: a number, or a node as a trace has it."""
     size = _value(node.args[0]).shape[dim]
     if not isinstance(size, torch.SymInt):
         return size
@@ -447,7 +447,7 @@ def _size(graph: fx.Graph, node: fx.Node, dim: int) -> Any:
 
 
 def _in_placeholders(graph: fx.Graph, size: torch.SymInt) -> tuple[fx.Node, int] | None:
-    """The first placeholder, and its dimension, of which it is the size."""
+    """Returns the first placeholder, and its dimension, of which it is the size."""
     for place in graph.find_nodes(op="placeholder"):
         value = place.meta.get("val")
         for dim, extent in enumerate(value.shape if isinstance(value, Tensor) else ()):
@@ -466,7 +466,7 @@ def _product(graph: fx.Graph, node: fx.Node, a: Any, b: Any) -> Any:
 
 
 def _dropout(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """`dropout`: values and mask, or a copy of the operand."""
+    """Writes `dropout`: values and mask, or a copy of the operand."""
     source, p, training = node.args
     if not training or p == 0:
         return _made(graph, node, aten.clone.default, source)

@@ -112,7 +112,7 @@ _DROPOUTS = (aten.dropout, aten.alpha_dropout, aten.feature_dropout, aten.featur
 
 
 def _itself(value: Any) -> Any:
-    """The operand of a dropout that does nothing: in PyTorch it is returned as it came, with its gradient."""
+    """Returns the operand of a dropout that does nothing: in PyTorch it is returned as it came, with its gradient."""
     while isinstance(value, fx.Node) and getattr(value.target, "overloadpacket", None) in _DROPOUTS:
         source, p, training = value.args
         if training and p != 0:
@@ -144,7 +144,7 @@ def _detached(graph: fx.Graph, value: Any) -> Any:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """The value of which the node is a view, or which it has changed in place."""
+    """Returns the value of which the node is a view, or which it has changed in place."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
     arguments = node.target._schema.arguments
@@ -153,7 +153,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 
 def _base(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """The value whose memory the node is a view of, and the `detach` nodes that lie between."""
+    """Returns the value whose memory the node is a view of, and the `detach` nodes that lie between."""
     detached = []
     while (viewed := _viewed(node)) is not None:
         if node.target is aten.detach.default:
@@ -163,7 +163,7 @@ def _base(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def _mutated(node: fx.Node) -> list[fx.Node]:
-    """The operands that a node changes in place."""
+    """Returns the operands that a node changes in place."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return []
     schema = node.target._schema
@@ -172,12 +172,12 @@ def _mutated(node: fx.Node) -> list[fx.Node]:
 
 
 def _changes(graph: fx.Graph) -> list[tuple[fx.Node, str]]:
-    """Every value that is changed in place, itself or through a view, and where."""
+    """Returns every value that is changed in place, itself or through a view, and where."""
     return [(_base(value)[0], source_of(node)) for node in graph.nodes for value in _mutated(node)]
 
 
 def _has_gradient(value: Any, parameters: frozenset[str]) -> bool:
-    """Whether a parameter reaches the value, or what is written into its memory, on a way without `detach`."""
+    """Returns whether a parameter reaches the value, or what is written into its memory, on a way without `detach`."""
     seen: set[fx.Node] = set()
     pending = [value] if isinstance(value, fx.Node) else []
     while pending:
@@ -193,7 +193,7 @@ def _has_gradient(value: Any, parameters: frozenset[str]) -> bool:
 
 
 def _is_written(view: fx.Node) -> bool:
-    """Whether the node changes the memory in place, or something does through it."""
+    """Returns whether the node changes the memory in place, or something does through it."""
     return bool(_mutated(view)) or any(_mutated(user) for _, user in _reads(view))
 
 
@@ -266,7 +266,7 @@ def _free(graph: fx.Graph, parameters: frozenset[str]) -> None:
 
 
 def _reads(base: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Every view of a value, itself too, with each of its users."""
+    """Yields every view of a value, itself too, with each of its users."""
     pending = [base]
     while pending:
         view = pending.pop()

@@ -23,7 +23,7 @@ _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 def separate(values: Any) -> Any:
-    """The same nest with every tensor cloned: two arguments that are one tensor would become one placeholder."""
+    """Returns the nest with tensors cloned: two arguments that are one tensor would become one placeholder."""
     return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), values)
 
 
@@ -140,7 +140,7 @@ def _check_forward(name: str, module: nn.Module) -> None:
 
 
 def _holds_module(function: Any, seen: frozenset[int] = frozenset()) -> bool:
-    """Whether a function speaks of a module, or of a method of one: copies of it speak of the same."""
+    """Returns whether a function speaks of a module, or of a method of one: copies of it speak of the same."""
     if not inspect.isfunction(function) or id(function) in seen:
         return False
     names = inspect.getclosurevars(function)
@@ -225,7 +225,7 @@ def _check_tensor(where: str, tensor: Tensor) -> None:
 
 
 def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by parameter name of `forward`; `*args` as a tuple, `**kwargs` as a mapping.
+    """Returns the arguments by parameter name of `forward`; `*args` as a tuple, `**kwargs` as a mapping.
 
     Raises:
         CaptureError: forward does not take them.

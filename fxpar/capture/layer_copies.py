@@ -39,7 +39,7 @@ class UnknownValueError(Exception):
 
 
 def described(value: Any, tensors: list[Tensor]) -> Any:
-    """The structure and the constants of a nest, whose tensors are appended.
+    """Returns the structure and the constants of a nest, whose tensors are appended.
 
     Raises:
         UnknownValueError: it holds something else than tensors and constants.
@@ -59,7 +59,7 @@ def described(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def rebuilt(value: Any, tensors: Callable[[Tensor], Tensor]) -> Any:
-    """A nest that `described` takes, with other tensors."""
+    """Returns a nest that `described` takes, with other tensors."""
     if isinstance(value, Tensor):
         return tensors(value)
     if type(value) in (tuple, list):
@@ -70,7 +70,7 @@ def rebuilt(value: Any, tensors: Callable[[Tensor], Tensor]) -> Any:
 
 
 def of_tensor(value: Tensor) -> tuple[Any, ...]:
-    """What can be known of one tensor without values.
+    """Returns what can be known of one tensor without values.
 
     Raises:
         UnknownValueError: it is no plain tensor of a trace.
@@ -98,12 +98,12 @@ _KNOWN = frozenset(
 
 
 def _has_more(value: Tensor) -> bool:
-    """Whether somebody has given the tensor an attribute; what a mode of fakes remembers of it has these names."""
+    """Returns whether somebody has given the tensor an attribute; the known ones are of a mode of fakes."""
     return any(name not in _KNOWN and "_memo" not in name for name in vars(value))
 
 
 def pattern(tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:
-    """For each tensor the first one that it is, and the first one whose memory it has."""
+    """Returns for each tensor the first one that it is, and the first one whose memory it has."""
     same: dict[int, int] = {}
     memory: dict[int, int] = {}
     return tuple(
@@ -113,12 +113,12 @@ def pattern(tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:
 
 
 def storage(value: Tensor) -> int:
-    """The identity of a tensor's memory."""
+    """Returns the identity of a tensor's memory."""
     return int(value.untyped_storage()._cdata)
 
 
 def new_like(value: Tensor) -> Tensor:
-    """A tensor of its own memory, of which a trace knows as much as of another one.
+    """Returns a tensor of its own memory, of which a trace knows as much as of another one.
 
     Raises:
         UnknownValueError: there is none like it.
@@ -149,7 +149,7 @@ _HOOKS = (
 
 
 def is_of_torch(cls: type) -> bool:
-    """Whether a class of modules is torch's own, whose code may read any attribute."""
+    """Returns whether a class of modules is torch's own, whose code may read any attribute."""
     return cls.__module__.startswith("torch.")
 
 
@@ -170,7 +170,7 @@ class Reads:
 
     @property
     def can_be_watched(self) -> bool:
-        """Whether all reads of the author's classes go through Python's own look-up."""
+        """Returns whether all reads of the author's classes go through Python's own look-up."""
         classes: set[Any] = {type(module) for module in self.modules.values()}
         usual: Any = nn.Module.__getattribute__
         return all(is_of_torch(cls) or cls.__getattribute__ is usual for cls in classes)
@@ -191,7 +191,7 @@ class Reads:
             self._read.add((path, name))
 
     def is_equal(self, layer: nn.Module) -> bool:
-        """Whether another layer has the same modules, which hold equal values of all that was read."""
+        """Returns whether another layer has the same modules, which hold equal values of all that was read."""
         others = dict(layer.named_modules())
         if others.keys() != self.modules.keys():
             return False
@@ -219,7 +219,7 @@ _OF_TORCH = frozenset(vars(nn.Module())) - set(_TENSORS)
 
 
 def has_hooks(layer: nn.Module) -> bool:
-    """Whether calls of the layer's modules, or gradients of its parameters, run anything besides."""
+    """Returns whether calls of the layer's modules, or gradients of its parameters, run anything besides."""
     return any(
         any(vars(module).get(kind) for kind in _HOOKS)
         or any(_has_tensor_hooks(tensor) for kind in _TENSORS for tensor in vars(module)[kind].values())
@@ -232,7 +232,7 @@ def _has_tensor_hooks(tensor: Tensor | None) -> bool:
 
 
 def _is_equal(mine: Any, other: Any, pairs: Mapping[int, nn.Module]) -> bool:
-    """Whether two values are the same to code that reads them: equal constants, or modules in the same places."""
+    """Returns whether code reads the same of two values: equal constants, or modules in the same places."""
     if mine is other:
         # A module or a tensor that both hold is the same value, one of a layer's own is not.
         return id(mine) not in pairs or pairs[id(mine)] is other
@@ -264,7 +264,7 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def node_of(tracer: Any, tensor: Tensor) -> fx.Node:
-    """The node of a tensor of the trace.
+    """Returns the node of a tensor of the trace.
 
     Raises:
         UnknownValueError: it has none, or the trace knows its value.
@@ -380,7 +380,7 @@ class Copied:
             return base.as_strided(value.shape, value.stride(), value.storage_offset())
 
     def _stack(self, entries: tuple[Any, ...], around: Surrounding) -> Any:
-        """The modules around a node: those of the other call, then the layer's under their other names."""
+        """Returns the modules around a node: those of the other call, then the layer's under their other names."""
         stack = OrderedDict(list(self._tracer.module_stack.items())[: around.depth])
         for key, (path, kind) in entries[self._around.depth :]:
             moved = around.path + path[len(self._around.path) :]
@@ -402,7 +402,7 @@ class Copied:
         return custom if now is None else {**custom, key: now}
 
     def result(self, value: Tensor, node: fx.Node) -> Tensor:
-        """A tensor for what a call gives, of which the trace knows as much as of the first call's.
+        """Returns a tensor for what a call gives, of which the trace knows as much as of the first call's.
 
         Raises:
             UnknownValueError: there is none like it.

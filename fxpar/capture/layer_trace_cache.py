@@ -79,7 +79,7 @@ class Observed:
 
     @property
     def is_proven(self) -> bool:
-        """Whether each copied call did what the one did that it repeats."""
+        """Returns whether each copied call did what the one did that it repeats."""
         done = {(path, n): did for path, calls in self.calls.items() for n, did in enumerate(calls)}
         return all(copy in done and done[copy] == done.get(first) for copy, first in self.copied.items())
 
@@ -188,7 +188,7 @@ _MOST = 4  # first calls of one class
 
 
 def _apart(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """A function whose questions about tensors no mode of the trace is asked."""
+    """Returns a function whose questions about tensors no mode of the trace is asked."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -249,7 +249,7 @@ class LayerTraceCache:
     def call(
         self, original: Callable[..., Any], tracer: Any, module: nn.Module, forward: Any, args: Any, kwargs: Any
     ) -> Any:
-        """A call of a module: traced, or copied."""
+        """Calls a module of the trace, or copies what an equal call has left there."""
 
         def run() -> Any:
             return original(tracer, module, forward, args, kwargs)
@@ -296,7 +296,7 @@ class LayerTraceCache:
         return self._alike[id(first)]
 
     def _knows_others(self, memory: PythonState, layer: nn.Module) -> bool:
-        """Whether what the layer's code can name has a module of the model that is none of the layer's."""
+        """Returns whether what the layer's code can name has a module of the model that is none of the layer's."""
         inside = {id(module) for module in layer.modules()}
         return memory.knows({key: module for key, module in self._modules.items() if key not in inside})
 
@@ -374,7 +374,7 @@ class LayerTraceCache:
 
 
 def _candidates(root: nn.Module) -> dict[str, nn.Module]:
-    """Modules that have siblings of their class, and modules of their own, by path."""
+    """Returns modules that have siblings of their class, and modules of their own, by path."""
     candidates = {}
     for path, parent in root.named_modules():
         counts = Counter(type(child) for child in parent.children())
@@ -392,7 +392,7 @@ def _has_global_hooks() -> bool:
 
 @_apart
 def _described(tracer: Any, layer: nn.Module, args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
-    """All tensors that go into a call, and what is known of them and of what stands around it.
+    """Returns all tensors that go into a call, and what is known of them and of what stands around it.
 
     Raises:
         UnknownValueError: something else goes in.
@@ -412,7 +412,7 @@ def _described(tracer: Any, layer: nn.Module, args: Any, kwargs: Any) -> tuple[l
 
 
 def _modes() -> tuple[Any, ...]:
-    """What changes the meaning of operations."""
+    """Returns what changes the meaning of operations."""
     devices = ("cpu", "cuda")
     return (
         torch.is_grad_enabled(),
@@ -426,7 +426,7 @@ def _modes() -> tuple[Any, ...]:
 
 
 def _callers() -> tuple[tuple[int, int], ...]:
-    """The places of all calls around this one: their lines are written on nodes."""
+    """Returns the places of all calls around this one: their lines are written on nodes."""
     frame, callers = sys._getframe(3), []
     while frame is not None:
         callers.append((id(frame.f_code), frame.f_lasti))
@@ -435,12 +435,12 @@ def _callers() -> tuple[tuple[int, int], ...]:
 
 
 def _annotations() -> dict[str, Any]:
-    """What is written on nodes besides the number of their region."""
+    """Returns what is written on nodes besides the number of their region."""
     return {key: value for key, value in get_current_meta().get("custom", {}).items() if key != RECOMPUTE_KEY}
 
 
 def _containers(nest: Any) -> list[int]:
-    """Identities of the lists, tuples and mappings of a nest, each as often as it is there."""
+    """Returns identities of the lists, tuples and mappings of a nest, each as often as it is there."""
     if not isinstance(nest, (list, tuple, dict)) or nest == ():
         return []
     items = nest.values() if isinstance(nest, dict) else nest
@@ -449,7 +449,7 @@ def _containers(nest: Any) -> list[int]:
 
 @_apart
 def _results(tracer: Any, outputs: Any, inputs: list[Tensor], nodes: list[fx.Node]) -> dict[int, fx.Node]:
-    """The nodes of tensors that a call gives, by their identities; what it hands on as it came has none.
+    """Returns the nodes of tensors that a call gives, by their identities; what it hands on as it came has none.
 
     Raises:
         UnknownValueError: a tensor is a part of something else, or a copy could not be like it.

@@ -39,7 +39,7 @@ _QUESTIONS = ("is_compiling", "is_dynamo_compiling", "is_exporting")
 
 
 def apply_of(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """`cls.apply` as torch has it, whatever stands in its place."""
+    """Calls `cls.apply` as torch has it, whatever stands in its place."""
     with mock.patch.object(FunctionMeta, "__getattribute__", type.__getattribute__):
         return torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)(*args, **kwargs)
 
@@ -96,7 +96,7 @@ def _bound_applies(apply: Callable[..., Any], is_taken: Callable[[type], bool]) 
 
 
 def _checkpoint_generator() -> str:
-    """The generator in `torch.utils.checkpoint` that `checkpoint` goes through, which torch 2.15 has renamed."""
+    """Returns the name of the generator that `checkpoint` goes through, which torch 2.15 has renamed."""
     later = "_checkpoint_without_reentrant_generator_impl"
     return later if hasattr(torch.utils.checkpoint, later) else "_checkpoint_without_reentrant_generator"
 
@@ -194,7 +194,7 @@ def orders_of_products() -> Iterator[None]:
 
 
 def _example(size: Any) -> int:
-    """A size in the example; reading it fixes nothing."""
+    """Returns a size in the example; reading it fixes nothing."""
     return size if isinstance(size, int) else int(size.node.hint)
 
 

@@ -30,25 +30,25 @@ _INDEX = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
 
 
 def is_own(file: str) -> bool:
-    """Whether a file may be the author's."""
+    """Returns whether a file may be the author's."""
     # Frames that torch makes up have a relative path.
     standard = file.startswith(_STANDARD_LIBRARY) and "-packages/" not in file
     return file.startswith("/") and not standard and not file.startswith(_FOREIGN)
 
 
 def is_foreign_file(file: str) -> bool:
-    """Whether a file is neither of torch, of fxpar nor of the standard library, be it a notebook's cell."""
+    """Returns whether a file is neither of torch, of fxpar nor of the standard library, be it a notebook's cell."""
     standard = file.startswith((_STANDARD_LIBRARY, "<frozen ")) and "-packages/" not in file
     return not standard and not file.startswith(_FOREIGN)
 
 
 def _is_blamed(file: str) -> bool:
-    """Whether a line of a file is one to name."""
+    """Returns whether a line of a file is one to name."""
     return is_own(file) and _CALLED.search(file) is None
 
 
 def source_of(node: fx.Node) -> str:
-    """The innermost line of the author's own code that made the node; empty where none did."""
+    """Returns the innermost line of the author's own code that made the node; empty where none did."""
     frames = [(file, line) for file, line in _FRAME.findall(node.meta.get("stack_trace") or "") if _is_blamed(file)]
     if not frames:
         return ""
@@ -57,7 +57,7 @@ def source_of(node: fx.Node) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """The deepest line of the author's own code in an error's traceback; empty where there is none."""
+    """Returns the deepest line of the author's own code in an error's traceback; empty where there is none."""
     place, entry = "", error.__traceback__
     while entry is not None:
         file = entry.tb_frame.f_code.co_filename
@@ -86,7 +86,7 @@ class Blamed(contextlib.AbstractContextManager[None]):
 
 
 def module_of(node: fx.Node) -> str:
-    """The path of the module whose forward made the node; empty for the root.
+    """Returns the path of the module whose forward made the node; empty for the root.
 
     Dynamo writes paths as expressions (`L['self'].layers[0]`), export as names (`layers.0`).
     """

@@ -81,7 +81,7 @@ def with_memory(model: nn.Module, batch: Any) -> Iterator[tuple[Any, Mapping[int
 
 @contextlib.contextmanager
 def without_values(model: nn.Module, batch: Any) -> Iterator[Any]:
-    """The model and its batch as fakes on the CPU, of fixed sizes: it runs as ever, and nothing is computed.
+    """Turns the model and its batch into fakes on the CPU, of fixed sizes: it runs, and nothing is computed.
 
     Yields:
         The batch, inside the mode that makes fakes.
@@ -94,7 +94,7 @@ def without_values(model: nn.Module, batch: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def plain_surrounding() -> Iterator[None]:
-    """Gradients are on inside, and what a forward makes has values, whatever the caller has around the call."""
+    """Switches gradients on, and has a forward make values, whatever the caller has around the call."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -147,7 +147,7 @@ def _fake(value: Tensor) -> Tensor:
 
 
 def _fakes(mode: FakeTensorMode, values: list[Tensor]) -> dict[int, Tensor]:
-    """The tensors of a model as fakes, by the identities of those.
+    """Returns the tensors of a model as fakes, by the identities of those.
 
     They are what the mode makes for `_fake` and `nn.Parameter`, without the operators that these are to it: a call and
     a `detach`, for each parameter of each layer.

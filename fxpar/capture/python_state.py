@@ -131,7 +131,7 @@ class State:
 
 
 def _is_new_value(old: Tensor, new: Any, holders: Mapping[int, int]) -> bool:
-    """Whether a buffer was assigned what could have been written into it: nothing else has the one or the other.
+    """Returns whether a buffer was assigned what could have been written into it: nothing else has either.
 
     Args:
         holders: how many names of the model each of its tensors has, by identity.
@@ -313,7 +313,7 @@ class PythonState:
         yield from vars(value).values()
 
     def _named(self, space: dict[str, Any], names: frozenset[str]) -> Iterator[Any]:
-        """What stands under names in which no function before asked for it."""
+        """Yields what stands under names in which no function before asked for it."""
         saved = self._globals.setdefault(id(space), (space, {}))[1]
         for name in names - saved.keys():
             saved[name] = space.get(name, _MISSING)
@@ -360,17 +360,17 @@ class PythonState:
 
     @property
     def is_opaque(self) -> bool:
-        """Whether there is something among it that can change and does not show it."""
+        """Returns whether there is something among it that can change and does not show it."""
         return any(isinstance(value, _OPAQUE) or hasattr(type(value), "__next__") for value in self._seen.values())
 
     def knows(self, modules: Mapping[int, nn.Module]) -> bool:
-        """Whether the code can find one of some modules: which one it has itself may then matter."""
+        """Returns whether the code can find one of some modules: which one it has itself may then matter."""
         keys = [key for _, entries in self._containers.values() for key in entries]
         named = [value() if isinstance(value, weakref.ref) else value for value in (*self._seen.values(), *keys)]
         return any((value if isinstance(value, int) else id(value)) in modules for value in named)
 
     def is_unchanged(self) -> bool:
-        """Whether everything holds, as the same objects, what it held."""
+        """Returns whether everything holds, as the same objects, what it held."""
         # Asked behind each layer of a model, of thousands of names: what loops does it in one call.
         return (
             all(_all_are(map(space.get, saved, _EVER_MISSING), saved) for space, saved in self._globals.values())
@@ -414,7 +414,7 @@ def _undo_attributes(owner: Any, before: dict[str, Any]) -> None:
 
 
 def _slots(cls: type) -> list[Any]:
-    """What objects of a class have without a dictionary, as the descriptors that read and write it."""
+    """Returns what objects of a class have without a dictionary, as the descriptors that read and write it."""
     bases = [base for base in cls.__mro__ if "__slots__" in vars(base)]
     return [slot for base in bases for slot in vars(base).values() if isinstance(slot, types.MemberDescriptorType)]
 
@@ -455,7 +455,7 @@ def _names_in(code: types.CodeType) -> frozenset[str]:
 
 
 def _base(value: Any) -> Any:
-    """The builtin class of a container."""
+    """Returns the builtin class of a container."""
     return next(cls for cls in _CONTAINERS if isinstance(value, cls))
 
 
@@ -464,12 +464,12 @@ def _same_entries(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
 
 
 def _all_are(values: Iterable[Any], saved: Mapping[Any, Any]) -> bool:
-    """Whether the values are, as objects, those that are held."""
+    """Returns whether the values are, as objects, those that are held."""
     return all(map(operator.is_, values, saved.values()))
 
 
 def _holds(value: Any, entries: Any) -> bool:
-    """Whether a container holds the entries, and no others."""
+    """Returns whether a container holds the entries, and no others."""
     is_plain = type(value) in _CONTAINERS  # and no class of the author's, which may answer otherwise
     if isinstance(value, dict):
         return _same_entries(value if is_plain else dict(_base(value).items(value)), entries)
@@ -497,7 +497,7 @@ def _undo(value: Any, entries: Any) -> None:
 
 
 def _computed(memo: Callable[..., Any]) -> Callable[..., Any]:
-    """The function itself where it gives tensors; else what it remembers."""
+    """Returns the function itself where it gives tensors; else what it remembers."""
     function = memo.__wrapped__  # type: ignore[attr-defined]
 
     @functools.wraps(function)
@@ -548,7 +548,7 @@ class OtherMemos:
 
     @classmethod
     def _present(cls) -> list[Any]:
-        """All that there are. Each refers once to the class of what `cache_info` gives, which counts them."""
+        """Returns all that there are. Each refers once to the class of what `cache_info` gives, which counts them."""
         info = type(functools.lru_cache(lambda: None).cache_info())
         memos = [value for value in (reference() for reference in cls._found) if value is not None]
         if sys.getrefcount(info) - len(memos) != cls._rest:

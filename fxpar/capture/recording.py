@@ -104,7 +104,7 @@ def recording() -> Iterator[Recorder]:
 
 
 def is_internal(cls: type) -> bool:
-    """Whether an autograd function is a part of torch that a trace differentiates rightly (operators of libraries)."""
+    """Returns whether an autograd function is a part of torch that a trace differentiates rightly."""
     return cls.__module__.startswith("torch._")
 
 
@@ -125,7 +125,7 @@ def region(recorder: Recorder) -> Iterator[None]:
 
 
 def _reentrant(recorder: Recorder, run: Any, args: tuple[Any, ...]) -> Any:
-    """A reentrant region gives a gradient only where one of its arguments asks for one."""
+    """Runs a reentrant region: it gives a gradient only where one of its arguments asks for one."""
     needs_gradient = any(isinstance(a, Tensor) and a.requires_grad for a in args)
     with region(recorder), contextlib.nullcontext() if needs_gradient else torch.no_grad():
         return run(*args)
@@ -154,7 +154,7 @@ _PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.SymInt)
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among arguments, those in containers included."""
+    """Returns the tensors among arguments, those in containers included."""
     tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -250,7 +250,7 @@ def same_nodes(operands: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _detach_in_place(value: Tensor) -> Tensor:
-    """`detach_`: the same tensor, which has the node of a detached one from now on."""
+    """Computes `detach_`: the same tensor has the node of a detached one from now on."""
     mode = get_proxy_mode()
     nodes: Any = mode.tracer.tensor_tracker if mode is not None else {}
     detached = value.detach()
@@ -262,14 +262,14 @@ def _detach_in_place(value: Tensor) -> Tensor:
 
 
 def _divided(number: Any, by: Any, *, rounding_mode: str | None = None) -> Any:
-    """A quotient of sizes, which torch would make a tensor whose value no trace knows."""
+    """Returns a quotient of sizes, which torch would make a tensor whose value no trace knows."""
     if rounding_mode in ("trunc", "floor") and number >= 0 and by > 0:
         return number // by
     return torch.div(number, by, rounding_mode=rounding_mode)
 
 
 def _is_own_call() -> bool:
-    """Whether the author's code called the function that a mode was asked for, and not torch's own."""
+    """Returns whether the author's code called the function that a mode was asked for, and not torch's own."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name in ("_is_own_call", "__torch_function__"):  # modes in modes
         frame = frame.f_back
@@ -277,7 +277,7 @@ def _is_own_call() -> bool:
 
 
 def _is_foreign(value: Tensor) -> bool:
-    """Whether it is a tensor to differentiate that the trace was not given: the model's own are fakes by then."""
+    """Returns whether it is a tensor to differentiate that the trace was not given: the model's are fakes."""
     return value.requires_grad and not is_fake(value)
 
 
@@ -386,7 +386,7 @@ def _apply_as_operator(
 
 
 def _try(run: Any, path: str, tensors: list[Tensor]) -> Any:
-    """One run that shows what the function returns and does besides."""
+    """Runs the function once, which shows what it returns and does besides."""
     versions = [t._version for t in tensors]
     with torch.no_grad(), _Random() as random:  # type: ignore[no-untyped-call]
         outputs = run(*tensors)

@@ -73,22 +73,22 @@ class RowTrial:
 
     @property
     def sources(self) -> list[fx.Node]:
-        """The operands, each once."""
+        """Returns the operands, each once."""
         return list(dict.fromkeys(operands(self.node)))
 
     @property
     def has_rows(self) -> bool:
-        """Whether operands have rows, and all outputs too: other calls stay whole, or are refused for their types."""
+        """Returns whether operands and all outputs have rows: others stay whole, or are refused for their types."""
         kinds = output_types(self.node)
         return any(self.times(source) for source in self.sources) and all(has_rows(kind, self.rows) for kind in kinds)
 
     @property
     def count(self) -> int:
-        """How many rows there are."""
+        """Returns how many rows there are."""
         return evaluate(self.rows, self.sizes)
 
     def of_rows(self, count: int) -> RowTrial | None:
-        """The same call of another number of rows; None where the symbol cannot give it."""
+        """Returns the same call of another number of rows; None where the symbol cannot give it."""
         sizes = {**self.sizes, self.batch: self.sizes[self.batch] * count // self.count}
         resized = replace(self, sizes=sizes)
         return resized if resized.count == count else None
@@ -100,7 +100,7 @@ class RowTrial:
         return 0 if size is None else evaluate(size, self.sizes)
 
     def run(self, tensors: Sequence[Tensor], upstream: Sequence[Tensor] | None = None) -> Results:
-        """The operator's results, and gradients from `upstream`, by default from random ones."""
+        """Returns the operator's results, and gradients from `upstream`, by default from random ones."""
         leaves = [t.detach().requires_grad_(t.is_floating_point() or t.is_complex()) for t in tensors]
         by_source = dict(zip(self.sources, leaves, strict=True))
         with torch.enable_grad():
@@ -126,7 +126,7 @@ class RowTrial:
 
 
 def _called(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
-    """What a node computes of the values of others."""
+    """Returns what a node computes of the values of others."""
     args: Any = map_arg(node.args, value)
     kwargs: Any = dict(map_arg(node.kwargs, value))
     target: Any = resolve_function(kwargs.pop("path")).apply if node.target is function else node.target
@@ -134,7 +134,7 @@ def _called(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
 
 
 def random_like(like: Tensor, seed: int, *, positive: bool = False) -> Tensor:
-    """Normal numbers of a tensor's shape and type; positive ones are near 1."""
+    """Returns normal numbers of a tensor's shape and type; positive ones are near 1."""
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.complex128 if like.is_complex() else torch.float64
     numbers = torch.randn(like.shape, dtype=dtype, generator=generator)
@@ -146,7 +146,7 @@ def random_like(like: Tensor, seed: int, *, positive: bool = False) -> Tensor:
 def from_example(
     trial: RowTrial, program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Any]
 ) -> dict[fx.Node, Tensor]:
-    """Operands that are no floating numbers, from the example."""
+    """Returns operands that are no floating numbers, from the example."""
     example = {}
     for source in trial.sources:
         kind = tensor_type(source)
@@ -163,7 +163,7 @@ def from_example(
 def _computed(
     program: Program, target: fx.Node, state: Mapping[str, Tensor], inputs: Mapping[str, Any]
 ) -> Tensor | None:
-    """The value of a node on the example; None where weights or inputs without values go into it, or it fails."""
+    """Returns the value of a node on the example; None where values are missing, or it fails."""
     needed, pending = set[fx.Node](), [target]
     while pending:
         node = pending.pop()
@@ -187,7 +187,7 @@ def _computed(
 
 
 def attempts(trial: RowTrial, example: Mapping[fx.Node, Tensor]) -> Iterator[list[Tensor]]:
-    """Operands to try, the best first: in float64, else in the program's types; on the CPU, else on a GPU."""
+    """Yields operands to try, the best first: in float64, else in the program's types; on the CPU, else on a GPU."""
     devices = {value.device for value in example.values()} | {torch.device("cpu")}
     devices |= {torch.device("cuda")} if torch.cuda.is_available() else set()
     for device in sorted(devices, key=str):
@@ -256,7 +256,7 @@ def _check(trial: RowTrial, example: Mapping[Any, Tensor]) -> None:
 
 
 def _check_parts(trial: RowTrial, tensors: Sequence[Tensor], whole: Results) -> None:
-    """All rows at once and parts of them agree."""
+    """Checks that all rows at once and parts of them agree."""
     upstream = _upstream(whole)
     for cut in dict.fromkeys((trial.count // 2, 1)):
         parts = []
@@ -277,7 +277,7 @@ def _check_parts(trial: RowTrial, tensors: Sequence[Tensor], whole: Results) -> 
 
 
 def _check_others(trial: RowTrial, tensors: Sequence[Tensor]) -> None:
-    """The first rows stay what they are where the last becomes large."""
+    """Checks that the first rows stay what they are where the last becomes large."""
     count, before = trial.count, _finite(trial, tensors)
     if before is None:
         return
@@ -299,7 +299,7 @@ def _check_others(trial: RowTrial, tensors: Sequence[Tensor]) -> None:
 
 
 def _finite(trial: RowTrial, tensors: Sequence[Tensor]) -> Results | None:
-    """The results of operands that the operator takes; None where it raises, or gives no finite number."""
+    """Returns the results of operands that the operator takes; None where it raises, or gives no finite number."""
     try:
         results = trial.run(tensors)
     except RAISED:
@@ -312,7 +312,7 @@ def _upstream(whole: Results) -> list[Tensor]:
 
 
 def _whole(trial: RowTrial, example: Mapping[Any, Tensor]) -> tuple[list[Tensor], Results]:
-    """Operands with which the operator runs, and its results on all rows."""
+    """Returns operands with which the operator runs, and its results on all rows."""
     reason = "gives no finite number for random operands"
     for tensors in attempts(trial, example):
         try:
@@ -326,7 +326,7 @@ def _whole(trial: RowTrial, example: Mapping[Any, Tensor]) -> tuple[list[Tensor]
 
 
 def _of_count(value: Tensor, times: int, rows: int, count: int) -> Tensor:
-    """An operand of another number of rows: the same over and over, floating ones each by a factor of its own."""
+    """Returns an operand of another number of rows: repeated, floating ones each by a factor of its own."""
     if not times or rows == count:
         return value
     repeated: Tensor = value.unflatten(0, (rows, times))[torch.arange(count, device=value.device) % rows]
@@ -342,7 +342,7 @@ def _scaled(value: Tensor, scale: float) -> Tensor:
 
 
 def _with_last(value: Tensor, times: int, factor: float) -> Tensor:
-    """An operand whose last row is larger than the others; of integers the same as the first."""
+    """Returns an operand whose last row is larger than the others; of integers the same as the first."""
     if not times:
         return value
     scaled = value.clone()
@@ -356,7 +356,7 @@ def _rows(value: Tensor, times: int, first: int, last: int) -> Tensor:
 
 
 def _pairs(trial: RowTrial, whole: Results, parts: Sequence[Results]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """What is compared, as the whole has it and as the parts together have it; None where they do not fit together."""
+    """Yields what is compared, of the whole and of the parts together; None where these do not fit together."""
     for index, output in enumerate(whole.outputs):
         yield f"output {index}", output, _joined([part.outputs[index] for part in parts], output)
     for source, gradient in whole.gradients.items():
@@ -371,7 +371,7 @@ def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor | None:
 
 
 def _gap(one: Tensor, other: Tensor | None) -> float:
-    """How far they are apart, over the largest value; 0 where that is rounding, infinite for other shapes."""
+    """Returns how far they are apart, over the largest value; 0 where that is rounding, infinite for other shapes."""
     if other is None or one.shape != other.shape or one.dtype != other.dtype:
         return math.inf
     same = (one == other) | ((one != one) & (other != other))

@@ -57,7 +57,7 @@ def divisors(environment: Any) -> dict[str, int]:
 
 
 def _divided(relation: Any) -> Iterator[tuple[Any, Any]]:
-    """A size and what divides it: `b % 4 == 0`, `b == 4 * (b // 4)`."""
+    """Yields a size and what divides it: `b % 4 == 0`, `b == 4 * (b // 4)`."""
     if not isinstance(relation, sympy.Eq):
         return
     for one, other in (relation.args, relation.args[::-1]):
@@ -91,7 +91,7 @@ def of_rows(shapes: Iterable[Any], values: Iterable[Any]) -> dict[str, int]:
 
 
 def _divided_in(values: Iterable[Any]) -> Iterator[str]:
-    """Symbols that sizes of values are divided parts of."""
+    """Yields symbols that sizes of values are divided parts of."""
     for value in values:
         for size in value.shape if isinstance(value, torch.Tensor) else ():
             if isinstance(size, torch.SymInt) and not size.node.expr.is_Symbol:
@@ -109,7 +109,7 @@ class SizeError(CaptureError):
 
 
 def written(size: torch.SymInt, groups: Mapping[str, int] = MappingProxyType({})) -> Size:
-    """The size in the symbols of the trace.
+    """Returns the size in the symbols of the trace.
 
     Args:
         groups: for symbols that are multiples of a number that number: `b // 4` is `b / 4` then.
@@ -311,19 +311,19 @@ class _Floats:
             self._take(node, kind)
 
     def call(self, node: fx.Node, suffix: str, target: Any, args: tuple[Any, ...], kind: TensorType, **kw: Any) -> Any:
-        """An operation in front of a node, with its place."""
+        """Adds an operation in front of a node, with its place."""
         with self.graph.inserting_before(node):
             new = self.graph.create_node("call_function", target, args, kw, name=f"{node.name}_{suffix}")
         return set_note(new, replace(note(node), type=kind))
 
     def made(self, node: fx.Node, suffix: str, value: Any, dtype: torch.dtype) -> fx.Node:
-        """A number as a tensor."""
+        """Returns a number as a tensor."""
         kind = TensorType(dtype, ())
         tensor: fx.Node = self.call(node, suffix, aten.scalar_tensor.default, (value,), kind, dtype=dtype)
         return tensor
 
     def cast(self, node: fx.Node, x: fx.Node, dtype: torch.dtype, suffix: str = "number") -> fx.Node:
-        """A tensor in a type."""
+        """Returns a tensor in a type."""
         kind = TensorType(dtype, tensor_type(x).shape)
         if kind == tensor_type(x):
             return x
@@ -331,13 +331,13 @@ class _Floats:
         return tensor
 
     def number(self, node: fx.Node, value: Any, dtype: torch.dtype) -> fx.Node:
-        """What a node is given as a number, as a tensor of a type."""
+        """Returns what a node is given as a number, as a tensor of a type."""
         if value in self.tensors:
             return self.cast(node, self.tensors[value], dtype)
         return self.made(node, "number", value, dtype)
 
     def _operand(self, node: fx.Node, value: Any) -> Any:
-        """Of what a number is computed: tensors, or a number that is written."""
+        """Returns of what a number is computed: tensors, or a number that is written."""
         if value in self.tensors:
             return self.tensors[value]
         if not isinstance(value, fx.Node):
@@ -375,7 +375,7 @@ class _Floats:
         new.name = name
 
     def _take(self, node: fx.Node, kind: Any) -> None:
-        """What takes a number takes the tensor.
+        """Gives the tensor to what takes a number.
 
         Raises:
             SizeError: nothing does.
@@ -426,7 +426,7 @@ class _Floats:
         return self.cast(node, new, kind.dtype, "rounded")
 
     def _value(self, node: fx.Node, value: Any, dtype: torch.dtype) -> Any:
-        """An operand, in the type in which the operation computes; integers meet floating numbers as they are."""
+        """Returns an operand in the type in which the operation computes; integers stay beside floating numbers."""
         if value in self.tensors:
             return self.number(node, value, _REAL.get(dtype, dtype))
         if not isinstance(value, fx.Node) or not is_tensor(value):

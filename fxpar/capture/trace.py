@@ -72,7 +72,7 @@ class Offered:
     fixed: frozenset[tuple[int, int]] = frozenset()
 
     def dims(self, value: Tensor) -> list[int]:
-        """Those of a tensor, which have two and more elements."""
+        """Returns those of a tensor, which have two and more elements."""
         sizes = enumerate(value.shape[: self.leading])
         return [i for i, size in sizes if size > 1 and (i, size) not in self.fixed]
 
@@ -107,7 +107,7 @@ def dynamo_graph(
 
 @contextlib.contextmanager
 def _assignments(root: nn.Module) -> Iterator[list[tuple[nn.Module, str, Any]]]:
-    """What Dynamo sees assigned to modules' attributes, which it leaves out of the graph: (module, name, value)."""
+    """Yields what Dynamo sees assigned to modules' attributes, and leaves out of the graph: (module, name, value)."""
     seen: list[tuple[nn.Module, str, Any]] = []
 
     def note(effects: Any) -> None:
@@ -222,7 +222,7 @@ class WithKeywords(nn.Module):
         self.model = model
 
     def forward(self, keywords: dict[str, Any]) -> Any:
-        """The model's outputs."""
+        """Returns the model's outputs."""
         return self.model(**keywords)
 
 
@@ -230,7 +230,7 @@ _SIGNATURES: weakref.WeakKeyDictionary[nn.Module, tuple[Any, inspect.Signature]]
 
 
 def signature_of(model: nn.Module) -> inspect.Signature:
-    """What a model's forward takes, asked once: that takes longer than a small step."""
+    """Returns what a model's forward takes, asked once: that takes longer than a small step."""
     forward: Any = model.forward
     function, signature = _SIGNATURES.get(model, (None, None))
     if signature is None or function is not getattr(forward, "__func__", forward):
@@ -240,7 +240,7 @@ def signature_of(model: nn.Module) -> inspect.Signature:
 
 
 def arguments(model: nn.Module, batch: Any, has_loss: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a batch is passed to a model: a mapping by keyword, a tuple by position, a tensor alone.
+    """Returns how a batch is passed to a model: a mapping by keyword, a tuple by position, a tensor alone.
 
     With a loss callable the entries that `forward` does not take (targets) are for the loss only.
     """
@@ -334,7 +334,7 @@ class Called:
 
 
 def called(model: nn.Module, batch: Any, loss: Callable[..., Any] | None, dtype: torch.dtype | None = None) -> Called:
-    """The call of a model, and with `loss` of `loss(outputs, batch)` too; the forward's floating tensors in a type."""
+    """Returns the call of a model, and of `loss(outputs, batch)`; the forward's floating tensors in a type."""
     if loss is not None:
         return Called(WithLoss(model, loss, dtype), "model.", (batch,), {})
     args, kwargs = cast_inputs(arguments(model, batch, False), dtype)
@@ -519,7 +519,7 @@ def _explain_now(error: BaseException, without_memory: nn.Module | None) -> None
 
 
 def _last_file(error: BaseException) -> str:
-    """Where an error was raised."""
+    """Returns where an error was raised."""
     entry = error.__traceback__
     while entry is not None and entry.tb_next is not None:
         entry = entry.tb_next
@@ -527,7 +527,7 @@ def _last_file(error: BaseException) -> str:
 
 
 def _meta_attribute(model: nn.Module) -> str:
-    """The first tensor attribute that is on the meta device; parameters and buffers are fakes by then."""
+    """Returns the first tensor attribute that is on the meta device; parameters and buffers are fakes by then."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
