@@ -36,7 +36,7 @@ def _complex(x: Tensor) -> Tensor:
 
 
 def _full(x: Tensor, sizes: Sequence[Any] | None, dims: Sequence[int]) -> bool:
-    """Whether a transform takes all that is there along its dimensions."""
+    """Returns whether a transform takes all that is there along its dimensions."""
     pairs = zip(sizes or (), dims, strict=False)
     return all((isinstance(n, int) and n == -1) or statically_known_true(x.shape[dim] == n) for n, dim in pairs)
 
@@ -105,12 +105,12 @@ TRANSFORMS: Mapping[Any, Callable[..., Any]] = {
 
 
 def _reduced(values: Tensor, reduction: int) -> Tensor:
-    """All values, their mean or their sum, as of PyTorch's losses."""
+    """Returns all values, their mean or their sum, as of PyTorch's losses."""
     return values if reduction == 0 else values.mean() if reduction == 1 else values.sum()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`, all rows in one matrix: PyTorch's own asks symbolic shapes for numbers (2.11)."""
+    """Returns `x @ weight.T + bias`, all rows in one matrix: PyTorch's own asks symbolic shapes for numbers (2.11)."""
     if x.dim() == 1:
         return (weight @ x) if bias is None else (weight @ x) + bias
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.dim() > 2 else x
@@ -119,7 +119,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b`: rows in one matrix where a factor is one, else batches of one shape; why, see `linear`."""
+    """Returns `a @ b`: rows in one matrix where a factor is one, else batches of one shape; why, see `linear`."""
     if a.dim() <= 2 and b.dim() <= 2:
         return aten.matmul.default(a, b)  # type: ignore[no-any-return]
     if b.dim() <= 2:
@@ -135,21 +135,21 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def power(x: Tensor, exponent: Any) -> Tensor:
-    """`x ** exponent`, where the exponent is a size: PyTorch's gradient compares it with numbers."""
+    """Returns `x ** exponent`, where the exponent is a size: PyTorch's gradient compares it with numbers."""
     if isinstance(exponent, torch.SymInt):
         return torch.pow(x, x.new_full((), exponent))  # type: ignore[arg-type]
     return aten.pow.Tensor_Scalar(x, exponent)  # type: ignore[no-any-return]
 
 
 def power_of(base: Any, exponent: Tensor) -> Tensor:
-    """`base ** exponent`, where the base is a size; why, see `power`."""
+    """Returns `base ** exponent`, where the base is a size; why, see `power`."""
     if isinstance(base, torch.SymInt):
         return torch.pow(exponent.new_full((), base), exponent)  # type: ignore[arg-type]
     return aten.pow.Scalar(base, exponent)  # type: ignore[no-any-return]
 
 
 def pad(x: Tensor, pads: list[Any], mode: str = "constant", value: float | None = None) -> Tensor:
-    """A number around the values: PyTorch's gradient of it holds for one size alone."""
+    """Returns a number around the values: PyTorch's gradient of it holds for one size alone."""
     if mode == "circular":
         return _wrapped(x, pads)
     if mode != "constant" or any(isinstance(amount, int) and amount < 0 for amount in pads):
@@ -166,7 +166,7 @@ def pad(x: Tensor, pads: list[Any], mode: str = "constant", value: float | None 
 
 
 def _wrapped(x: Tensor, pads: list[Any]) -> Tensor:
-    """What stands at the other end around the values: PyTorch's own writes it into a tensor that it makes."""
+    """Returns what stands at the other end around the values: PyTorch's own writes it into a tensor that it makes."""
     for i in range(len(pads) // 2):
         dim, (before, behind) = x.dim() - 1 - i, pads[2 * i : 2 * i + 2]
         size = x.shape[dim]
@@ -180,7 +180,7 @@ def constant_pad(x: Tensor, pads: list[Any], value: float = 0) -> Tensor:
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """`v * g / |v|`, the norm over all dimensions but one; over all of them where `dim` is -1.
+    """Returns `v * g / |v|`, the norm over all dimensions but one; over all of them where `dim` is -1.
 
     The fused kernel and its gradient keep the norms in a form of their own.
     """
@@ -197,7 +197,7 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Tensor:
-    """The norm of each group of channels, [n, c, …]; its own operator takes the number of rows as an argument."""
+    """Returns the norm of each group of channels, [n, c, …]; PyTorch's operator takes the number of rows."""
     groups = x.reshape(x.shape[0], num_groups, -1)
     normalised = torch.nn.functional.layer_norm(groups, [groups.shape[2]], None, None, eps).reshape(x.shape)
     channels = [-1, *[1] * (x.dim() - 2)]
@@ -260,7 +260,7 @@ def _moments(x: Tensor, dim: Any, correction: Any, keepdim: bool) -> tuple[Tenso
 
 
 def _root(variance: Tensor) -> Tensor:
-    """The square root, whose gradient is 0 at 0 as PyTorch's of a deviation."""
+    """Returns the square root, whose gradient is 0 at 0 as PyTorch's of a deviation."""
     is_zero = variance == 0
     # The inner where keeps the gradient of the root finite at 0. The outer
     # one would multiply infinity by 0, which is NaN.
@@ -327,7 +327,7 @@ _WITH_SHAPES = ("upsample_nearest2d", "_upsample_nearest_exact2d", "_upsample_bi
 
 
 def _resampled(name: str) -> Callable[..., Tensor]:
-    """Resampling by sizes or scales as the operator of sizes: PyTorch's own reads numbers off the shape."""
+    """Returns resampling by sizes or scales as the operator of sizes: PyTorch's own reads numbers off the shape."""
     sized = _resampled_to(name)
 
     def resample(x: Tensor, size: Any, *more: Any, **named: Any) -> Tensor:

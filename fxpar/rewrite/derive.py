@@ -82,7 +82,7 @@ class Derivative:
     _types: dict[fx.Node, TensorType | tuple[TensorType, ...]] = field(default_factory=dict, repr=False)
 
     def type_of(self, node: fx.Node) -> Any:
-        """The type of a value of the trace, a tuple of several; each call of a program that was traced once asks."""
+        """Returns the type of a value of the trace, a tuple of several; each call that was traced once asks."""
         if node not in self._types:
             value = node.meta["val"]
             if isinstance(value, Tensor):
@@ -95,7 +95,7 @@ class Derivative:
 
     @cached_property
     def needed(self) -> tuple[fx.Node, ...]:
-        """Nodes of the backward on which a gradient depends, in order."""
+        """Returns nodes of the backward on which a gradient depends, in order."""
         needed: set[fx.Node] = {node for node in self.gradients.values() if node is not None}
         for node in reversed(self.graph.nodes):
             if node in needed:
@@ -128,7 +128,7 @@ class _DifferentiatedCall:
     tangents: Sequence[bool]
 
     def traced(self, sizes: SymbolicSizes) -> Derivative:
-        """The derivative on such sizes."""
+        """Returns the derivative on such sizes."""
         return trace(self.function, self.args, self.kwargs, self.operands, self.tangents, sizes)
 
     @property
@@ -148,7 +148,7 @@ class _Traces:
         self._examples = {symbol.name: symbol.example for symbol in symbols}
 
     def of(self, call: _DifferentiatedCall) -> Derivative:
-        """The derivative of a call; see `trace`."""
+        """Returns the derivative of a call; see `trace`."""
         key = call.key
         if key not in self._known:
             self._known[key] = self._made(call)
@@ -172,7 +172,7 @@ class _Traces:
         raise first
 
     def _has_all(self, call: _DifferentiatedCall, derivative: Derivative) -> bool:
-        """Whether there are as many gradients as where sizes are numbers: PyTorch may lose one in silence."""
+        """Returns whether there are as many gradients as where sizes are numbers: PyTorch may lose one in silence."""
         try:
             numbers = call.traced(SymbolicSizes(self._symbols, numbers=self._examples))
         except _FAILURES:
@@ -212,7 +212,7 @@ class Derivatives:
         self._of_others = _Traces(self._symbols, self._conditions)
 
     def of(self, node: fx.Node, args: Any, kwargs: Any, needed: Sequence[bool], tangents: Sequence[bool]) -> Derivative:
-        """The derivative of a call.
+        """Returns the derivative of a call.
 
         Args:
             args: of the whole, nodes in place of values.
@@ -230,7 +230,7 @@ class Derivatives:
             raise _not_differentiated(node, error) from error
 
     def has(self, node: fx.Node, args: Any, kwargs: Any, needed: Sequence[bool], tangents: Sequence[bool]) -> bool:
-        """Whether `of` has an answer, or gives another reason than PyTorch's; arguments as there."""
+        """Returns whether `of` has an answer, or gives another reason than PyTorch's; arguments as there."""
         try:
             call = self._call(node, args, kwargs, needed, tangents)
         except (FxparError, AssertionError):
@@ -242,7 +242,7 @@ class Derivatives:
         return True
 
     def needs(self, node: fx.Node, args: Any, kwargs: Any, needed: Sequence[bool], tangents: Sequence[bool]) -> Needs:
-        """What sizes must satisfy so that `of` has an answer; arguments as there.
+        """Returns what sizes must satisfy so that `of` has an answer; arguments as there.
 
         Conditions that the example satisfies come first, then numbers in place of symbols, as few as do, of what is no
         first dimension before what is one.
@@ -421,7 +421,7 @@ def trace(
 
 
 def _as_placeholder(graph: fx.Graph, name: str) -> fx.Node:
-    """A value that is given, in place of one that was made to have its shape; it is gone where nothing reads it."""
+    """Returns a placeholder for a value that was made to have its shape alone."""
     with graph.inserting_before(next(iter(graph.nodes))):
         place = graph.placeholder(f"{name}_given")
     for node in [node for node in graph.nodes if node.name == name]:
@@ -474,7 +474,7 @@ _SCATTERS: Mapping[Any, Any] = {
 def _write_through(
     graph: fx.Graph, view: fx.Node, value: fx.Node | None, later: set[fx.Node], forward: set[str]
 ) -> None:
-    """What is read later of the tensor that a view is of has the view's new values.
+    """Gives what reads the tensor of a view later the view's new values.
 
     Args:
         value: that in place of the view.
@@ -501,7 +501,7 @@ def _write_through(
 
 
 def _conjugate_numbers(graph: fx.Graph) -> None:
-    """A complex factor is a tensor to autograd and a number in the trace, whose conjugate is a number too."""
+    """Conjugates complex factors, which are tensors to autograd and numbers in the trace."""
     numbers: dict[fx.Node, complex] = {}
     for node in graph.find_nodes(op="call_function", target=aten._conj.default):
         if isinstance(node.args[0], complex):
@@ -517,7 +517,7 @@ def _conjugate_numbers(graph: fx.Graph) -> None:
 
 
 def _functional_form(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The operation that gives a new tensor of the same arguments: overloads of the two may have different names."""
+    """Returns the operation that gives a new tensor of the same arguments; its overload may have another name."""
     name = target._schema.name.split("::")[1]
     packet = getattr(aten, name.removesuffix("_"), None)
     if packet is None or not name.endswith("_"):

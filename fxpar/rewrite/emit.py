@@ -60,7 +60,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def whole_call_of(program: Program, node: fx.Node) -> Arguments:
-    """Arguments of a call over the whole.
+    """Returns arguments of a call over the whole.
 
     Raises:
         PassError: the bounds of a slice are those of no slice of the whole.
@@ -110,7 +110,7 @@ def compute_again(program: Program, chosen: Set[fx.Node], readers: Iterable[fx.N
 
 
 def is_repeatable(node: fx.Node) -> bool:
-    """Whether a node of the forward gives the same again: a tensor, and no bits of the device's generator."""
+    """Returns whether a node of the forward gives the same again: a tensor, and no bits of the device's generator."""
     is_drawn = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
     return node.op == "call_function" and bool(output_types(node)) and not is_drawn
 
@@ -173,7 +173,7 @@ class BackwardEmitter:
         name: str = "",
         random: int = 0,
     ) -> fx.Node:
-        """A call with its note; its arguments are those of the whole.
+        """Adds a call with its note; its arguments are those of the whole.
 
         Args:
             kind: type of the result, a tuple of several.
@@ -200,7 +200,7 @@ class BackwardEmitter:
         return node
 
     def repeated(self, target: Any, args: Any, kwargs: Any, name: str, noted: Note, is_zero: bool) -> fx.Node:
-        """A node of the backward as another one that `call` made, with other operands.
+        """Adds a node of the backward as another one that `call` made, with other operands.
 
         Args:
             name: the one that was asked for.
@@ -214,11 +214,11 @@ class BackwardEmitter:
         return node
 
     def is_zero(self, value: fx.Node) -> bool:
-        """Whether a value was made of zeros."""
+        """Returns whether a value was made of zeros."""
         return value in self._zeros
 
     def _again(self, node: fx.Node, phase: str) -> fx.Node:
-        """A conversion that is there already; it stands in the earliest phase that asks for it."""
+        """Returns a conversion that is there already; it stands in the earliest phase that asks for it."""
         self.made.append(None)
         if note(node).phase == PARAMETER and phase == BACKWARD:
             if node is self._parameter:
@@ -230,7 +230,7 @@ class BackwardEmitter:
     def forward(
         self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], kind: Any, at: fx.Node, random: int = 0
     ) -> fx.Node:
-        """A call in front of a node of the forward, from which it comes."""
+        """Adds a call in front of a node of the forward, from which it comes."""
         fx.node.map_arg((tuple(args), dict(kwargs)), lambda read: self._bring(read, at))
         with self.graph.inserting_before(at):
             short = getattr(target, "_opname", None)
@@ -269,7 +269,7 @@ class BackwardEmitter:
             localize_node(self.program, node)
 
     def _inferred(self, node: fx.Node) -> Sequence[Layout]:
-        """Layouts by the rules; operands that the derivative made become what the others ask for, at no cost.
+        """Returns the layouts by the rules; operands that the derivative made become what others ask for, at no cost.
 
         Raises:
             LayoutError: no rule knows the operation so laid out.
@@ -284,7 +284,7 @@ class BackwardEmitter:
                     raise
 
     def _helped(self, node: fx.Node, context: Context) -> bool:
-        """Whether an operand was converted: zeros to summands, what all ranks hold to the blocks that fit the others.
+        """Converts an operand: zeros to summands, what all ranks hold to blocks that fit the others. Returns whether.
 
         Where nothing else is left, summands are added up.
 
@@ -317,7 +317,7 @@ class BackwardEmitter:
         return self._summed(node, step.axis)
 
     def _summed(self, node: fx.Node, axis: str) -> bool:
-        """Whether summands were added up for an operation of the backward that takes what all ranks hold alone."""
+        """Adds up summands for an operation of the backward that takes none. Returns whether there were any."""
         axes, before = self.program.axes, operands(node)
         inputs = list(before)
         for i, operand in enumerate(before):
@@ -365,7 +365,7 @@ class BackwardEmitter:
         with_operands(node, inputs)
 
     def _with(self, layout: Layout, axis: str, placement: Placement, kind: TensorType) -> Layout:
-        """The layout of what was whole on an axis; a rank takes one block of what it has, inside of all other cuts."""
+        """Returns the layout of what was whole on an axis: a rank takes one block, inside of all other cuts."""
         axes = self.program.axes
         inner = innermost(layout, axes, (axis,))
         if inner is not None and placement.piece is not None and str(placement) == f"S({placement.dim})":
@@ -374,7 +374,7 @@ class BackwardEmitter:
         return spelled(layout.with_(axis, placement), axes)
 
     def _with_summands(self, node: fx.Node) -> None:
-        """Zeros beside summands are those of one rank: what is added to a sum is added once."""
+        """Makes zeros beside summands those of one rank: what is added to a sum is added once."""
         inputs = operands(node)
         if not self._zeros.intersection(inputs) or node.target in (operator.getitem, r_to_p):
             return
@@ -393,7 +393,7 @@ class BackwardEmitter:
         return placement.is_shard and placement.dim == int(dim) % rank
 
     def zeros_like(self, value: fx.Node, like: Note) -> fx.Node:
-        """Zeros of the shape of a value of the forward."""
+        """Returns zeros of the shape of a value of the forward."""
         shared = any(p.is_shared for layout in output_layouts(value) for _, p in layout)
         target: Any = zeros if shared else aten.zeros_like.default
         return self.made_of_zeros(self.call(target, (value,), {}, output_types(value)[0], like))
@@ -404,17 +404,17 @@ class BackwardEmitter:
         return value
 
     def is_cut(self, value: fx.Node, dim: int) -> bool:
-        """Whether an axis cuts a dimension of a value."""
+        """Returns whether an axis cuts a dimension of a value."""
         return any(p.is_shard and p.dim == dim for layout in output_layouts(value) for _, p in layout)
 
     def added(self, first: fx.Node, second: fx.Node, like: Note, phase: str = BACKWARD) -> fx.Node:
-        """The sum of two gradients of one value."""
+        """Returns the sum of two gradients of one value."""
         return self.call(aten.add.Tensor, (first, second), {}, output_types(first)[0], like, phase=phase)
 
     # ------------------------------------------------------------------ layouts
 
     def as_gradient(self, gradient: fx.Node, layout: Layout, like: Note) -> fx.Node:
-        """A gradient of a value of that layout, held as the dual of it.
+        """Returns a gradient of a value of that layout, held as the dual of it.
 
         Raises:
             PassError: nothing converts it to that.
@@ -440,7 +440,7 @@ class BackwardEmitter:
     # ------------------------------------------------------------------ numbers
 
     def number(self, size: Size) -> Any:
-        """A size of the whole: an int, or the node of a number.
+        """Returns a size of the whole: an int, or the node of a number.
 
         Raises:
             PassError: nothing in the program gives its symbols.

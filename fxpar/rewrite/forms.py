@@ -108,7 +108,7 @@ class DerivativeCache:
         tangents: Sequence[fx.Node | None],
         needed: Sequence[bool],
     ) -> DerivativeRequest:
-        """What a call's derivative depends on.
+        """Returns what a call's derivative depends on.
 
         Args:
             items: nodes of the results, by index.
@@ -141,7 +141,7 @@ class DerivativeCache:
         )
 
     def again(self, request: DerivativeRequest, like: Note) -> dict[fx.Node, fx.Node] | None:
-        """The gradients of a call's operands as those of an equal call before; None where there was none.
+        """Returns the gradients of a call's operands as those of an equal call before; None where there was none.
 
         Args:
             like: note of the call.
@@ -179,7 +179,7 @@ class DerivativeCache:
 
 
 def _is_size(node: fx.Node) -> bool:
-    """Whether a node is a size, which one node gives in the entire program."""
+    """Returns whether a node is a size, which one node gives in the entire program."""
     return isinstance(note(node).type, ScalarType)
 
 
@@ -220,7 +220,7 @@ class Derived:
         self._shapes = [*self.sources, *(output for output in outputs if output is not None)]
 
     def saved(self) -> list[fx.Node]:
-        """Values of the traced forward that the backward reads, and that the program lacks."""
+        """Returns values of the traced forward that the backward reads, and that the program lacks."""
         saved: dict[fx.Node, None] = {}
         for traced in self.derivative.needed:
             for read in traced.all_input_nodes:
@@ -230,14 +230,14 @@ class Derived:
         return list(saved)
 
     def _is_at_hand(self, traced: fx.Node) -> bool:
-        """Whether a value is there, or a view of what is."""
+        """Returns whether a value is there, or a view of what is."""
         traced = origin_of(traced)
         if traced in self.env or not isinstance(traced.meta.get("val"), Tensor) or traced.op == "get_attr":
             return True
         return traced.target in _VIEWS and all(self._is_at_hand(read) for read in traced.all_input_nodes)
 
     def gradients(self) -> dict[fx.Node, fx.Node]:
-        """The gradient of each operand that has one; nodes of the backward are made."""
+        """Returns the gradient of each operand that has one; nodes of the backward are made."""
         for traced in self.derivative.needed:
             is_value = isinstance(traced.meta.get("val"), (Tensor, tuple, list))
             if origin_of(traced) is traced and is_value and traced.target not in BY_ITEM:
@@ -246,7 +246,7 @@ class Derived:
         return {self.sources[index]: self.value(traced) for index, traced in ends if traced is not None}
 
     def value(self, traced: fx.Node) -> Any:
-        """What stands for a traced value in the program; nodes of the backward are made."""
+        """Returns what stands for a traced value in the program; nodes of the backward are made."""
         traced = origin_of(traced)
         if traced not in self.env:
             self.env[traced] = self._number(traced) if _is_number(traced) else self._emitted(traced)
@@ -269,24 +269,24 @@ class Derived:
         return self.call(traced.target, args, kwargs, self.kind(traced))
 
     def arguments(self, traced: fx.Node) -> tuple[Any, dict[str, Any]]:
-        """A traced call's arguments in the program."""
+        """Returns a traced call's arguments in the program."""
         args, kwargs = map_arg((traced.args, traced.kwargs), self.value)
         return args, {name: value for name, value in kwargs.items() if name not in _LITERALS}
 
     def kind(self, traced: fx.Node) -> Any:
-        """Type of a traced value."""
+        """Returns the type of a traced value."""
         return self.derivative.type_of(traced)
 
     def call(self, target: Any, args: Sequence[Any], kwargs: Any, kind: Any) -> fx.Node:
-        """A node of the backward."""
+        """Adds a node of the backward."""
         return self.emit.call(target, args, kwargs, kind, self.like)
 
     def like_one(self, kind: TensorType) -> fx.Node | None:
-        """A value of the forward that has this type."""
+        """Returns a value of the forward that has this type."""
         return next((node for node in self._shapes if output_types(node) == (kind,)), None)
 
     def sizes(self, kind: TensorType) -> list[Any]:
-        """The shape of a type as a call takes it."""
+        """Returns the shape of a type as a call takes it."""
         return [self.emit.number(size) for size in kind.shape]
 
     def _constant(self, value: Tensor) -> fx.Node:
@@ -320,14 +320,14 @@ def _is_number(traced: fx.Node) -> bool:
 
 
 def origin_of(traced: fx.Node) -> fx.Node:
-    """What a traced value is the same as."""
+    """Returns what a traced value is the same as."""
     while traced.target in _SAME:
         traced = traced.all_input_nodes[0]
     return traced
 
 
 def items_of(node: fx.Node) -> dict[int, fx.Node]:
-    """The nodes that take a result of several."""
+    """Returns the nodes that take a result of several."""
     return {int(user.args[1]): user for user in node.users if user.target is operator.getitem and has_note(user)}  # type: ignore[arg-type]
 
 
@@ -339,7 +339,7 @@ _FACTORIES = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.defaul
 
 
 def form_of(traced: fx.Node) -> Form | None:
-    """The form of a traced node, None where it stands as it is."""
+    """Returns the form of a traced node, None where it stands as it is."""
     target: Any = traced.target
     if target is operator.getitem and isinstance(traced.args[0], fx.Node):
         return _ITEMS.get(traced.args[0].target)
@@ -353,7 +353,7 @@ def _is_zero(traced: Any) -> bool:
 
 
 def _turned(derived: Derived, traced: fx.Node) -> fx.Node | None:
-    """What is turned twice is what it was."""
+    """Matches a transpose of a transpose, and reads its input."""
     source = derived.value(traced.all_input_nodes[0])
     return source.args[0] if source.target is aten.t.default and not is_forward(source) else None
 
@@ -371,7 +371,7 @@ def _where(derived: Derived, traced: fx.Node) -> fx.Node | None:
 
 
 def _zeros(derived: Derived, traced: fx.Node) -> fx.Node:
-    """Zeros in the shape of a value of the forward are cut as it is; others are whole."""
+    """Cuts zeros in the shape of a value of the forward as it is cut; others are whole."""
     kind = derived.kind(traced)
     like = derived.like_one(kind)
     if like is not None:
@@ -389,7 +389,7 @@ def _unknown(derived: Derived, reason: str) -> InputError:
 
 
 def _slice_backward(derived: Derived, traced: fx.Node) -> fx.Node:
-    """Zeros on both sides; those of a dimension that is cut are cut as the forward's value is."""
+    """Writes zeros on both sides; those of a dimension that is cut are cut as the forward's value is."""
     gradient, _, dim, start, _, step = traced.args
     source, middle = derived.sources[0], derived.value(gradient)  # type: ignore[arg-type]
     kind = derived.kind(traced)
@@ -413,7 +413,7 @@ def _slice_backward(derived: Derived, traced: fx.Node) -> fx.Node:
 
 
 def _stretched(derived: Derived, values: fx.Node, dim: int, step: int, place: int) -> fx.Node:
-    """Each element at a place among `step`, the others zero."""
+    """Returns each element at a place among `step`, the others zero."""
     kind = output_types(values)[0]
     shape = list(kind.shape)
     apart = [*shape[: dim + 1], 1, *shape[dim + 1 :]]
@@ -463,7 +463,7 @@ def _between(
 
 
 def _zero_part(derived: Derived, source: fx.Node, dim: int, first: Size, last: Size, kind: TensorType) -> fx.Node:
-    """Zeros cut as a part of a value is."""
+    """Returns zeros cut as a part of a value is."""
     shape = (*kind.shape[:dim], simplify(last - first), *kind.shape[dim + 1 :])
     bounds = (derived.emit.number(first), derived.emit.number(last))
     part = derived.call(aten.slice.Tensor, (source, dim, *bounds), {}, TensorType(kind.dtype, shape))
@@ -471,7 +471,7 @@ def _zero_part(derived: Derived, source: fx.Node, dim: int, first: Size, last: S
 
 
 def _runs(source: fx.Node, dim: int, first: Size, last: Size) -> Iterator[tuple[Size, Size]]:
-    """A range of a dimension in parts that are either cut or whole."""
+    """Yields a range of a dimension in parts that are either cut or whole."""
     bounds = {first, last} if isinstance(first, int) and isinstance(last, int) else set()
     for layout in output_layouts(source) if bounds else ():
         for _, placement in layout:
@@ -485,7 +485,7 @@ def _runs(source: fx.Node, dim: int, first: Size, last: Size) -> Iterator[tuple[
 
 
 def _select_backward(derived: Derived, traced: fx.Node) -> fx.Node:
-    """Zeros around one element."""
+    """Returns zeros around one element."""
     gradient, _, dim, index = traced.args
     kind = derived.kind(traced)
     rank = len(kind.shape)
@@ -500,12 +500,12 @@ def _select_backward(derived: Derived, traced: fx.Node) -> fx.Node:
 
 
 def _empty(derived: Derived, traced: fx.Node) -> fx.Node:
-    """What is written to before it is read may as well be zero."""
+    """Writes zeros for what is written to before it is read."""
     return derived.call(aten.zeros_like.default, (derived.value(traced.all_input_nodes[0]),), {}, derived.kind(traced))
 
 
 def _of_convolution(derived: Derived, traced: fx.Node) -> fx.Node:
-    """One gradient of a convolution by itself, as kernels compute it; that of the bias is a sum."""
+    """Returns one gradient of a convolution by itself, as kernels compute it; that of the bias is a sum."""
     source, index = traced.args
     assert isinstance(source, fx.Node)
     kind = derived.kind(traced)
@@ -522,7 +522,7 @@ def _of_convolution(derived: Derived, traced: fx.Node) -> fx.Node:
 
 
 def _diagonal_backward(derived: Derived, traced: fx.Node) -> fx.Node:
-    """A diagonal among zeros, which takes no sizes."""
+    """Returns a diagonal among zeros, which takes no sizes."""
     gradient, _, offset, first, second = traced.args
     kind = derived.kind(traced)
     if offset != 0 or kind.shape[first] != kind.shape[second]:

@@ -39,7 +39,7 @@ def _local(program: Program, node: fx.Node, output: int = 0) -> tuple[Any, ...]:
 
 
 def _cut(layout: Layout, program: Program, dim: int) -> int:
-    """Blocks into which a dimension is cut; of one in several segments, ranks."""
+    """Returns blocks into which a dimension is cut; of one in several segments, ranks."""
     blocks = 1
     for axis, placement in layout:
         if placement.is_shard and placement.dim == dim:
@@ -75,7 +75,7 @@ def _divided(before: fx.Node, size: fx.Node, ranks: int) -> fx.Node:
 
 
 def _share(before: fx.Node, size: Any, share: Size) -> fx.Node:
-    """A rank's share of a size that a node is.
+    """Returns a rank's share of a size that a node is.
 
     Raises:
         PassError: it is no part of it.

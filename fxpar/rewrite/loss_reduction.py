@@ -122,7 +122,7 @@ _ADDING = frozenset(
 
 
 def leading_to(program: Program) -> frozenset[fx.Node]:
-    """The nodes on which the loss depends, without it; none where there is no loss."""
+    """Returns the nodes on which the loss depends, without it; none where there is no loss."""
     return frozenset(ancestors([program.output_nodes()[program.loss]]) if program.loss else ())
 
 
@@ -194,7 +194,7 @@ def _call(place: fx.Node, suffix: str, target: Any, args: tuple[Any, ...], kind:
 
 
 def _quotient(program: Program) -> fx.Node:
-    """The sum over a count of which the loss is a multiple.
+    """Returns the sum over a count of which the loss is a multiple.
 
     Raises:
         PlanError: the loss is not a multiple of one quotient.
@@ -238,7 +238,7 @@ def _others(node: fx.Node, first: Any) -> list[fx.Node]:
 
 
 def add_count(program: Program) -> Program:
-    """The program with one more output, `COUNT`: by what the loss was divided; f32[] or as the loss.
+    """Returns the program with one more output, `COUNT`: by what the loss was divided; f32[] or as the loss.
 
     Where nothing counts the loss is 0 instead of 0/0, so that such a microbatch adds nothing to a step.
     """

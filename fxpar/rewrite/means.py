@@ -42,7 +42,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def scalar(node: fx.Node) -> Size:
-    """The size that a node is; 1 where it is a tensor."""
+    """Returns the size that a node is; 1 where it is a tensor."""
     kind = note(node).type
     return kind.value if isinstance(kind, ScalarType) else 1
 
@@ -62,23 +62,23 @@ class Counting:
         self.mean: fx.Node | None = None
 
     def varies(self, size: Size) -> bool:
-        """Whether a size depends on the batch."""
+        """Returns whether a size depends on the batch."""
         return self.batch in names((size,))
 
     def call(self, suffix: str, target: Any, args: tuple[Any, ...], kind: TensorType, **kwargs: Any) -> fx.Node:
-        """An operation with the place of the mean."""
+        """Adds an operation with the place of the mean."""
         noted = replace(note(self.node), type=kind, random=0)
         return insert_call(self.node, target, args, noted, f"{self.node.name}_{suffix}", **kwargs)
 
     def cast(self, suffix: str, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """`x` in a type."""
+        """Returns `x` in a type."""
         kind = tensor_type(x)
         if kind.dtype == dtype:
             return x
         return self.call(suffix, aten._to_copy.default, (x,), TensorType(dtype, kind.shape), dtype=dtype)
 
     def total(self, suffix: str, x: fx.Node, dtype: torch.dtype | None = None) -> fx.Node:
-        """The sum of all elements; of each data rank's where their means are to be taken."""
+        """Returns the sum of all elements; of each data rank's where their means are to be taken."""
         kind, options = tensor_type(x), {} if dtype is None else {"dtype": dtype}
         if self.ranks == 1:
             return self.call(suffix, aten.sum.default, (x,), TensorType(dtype or kind.dtype, ()), **options)
@@ -93,7 +93,7 @@ class Counting:
         )
 
     def count(self, x: fx.Node, dims: Sequence[int], dtype: torch.dtype) -> fx.Node:
-        """How many elements a sum over dimensions of `x` takes in, counted where their sizes depend on inputs."""
+        """Returns how many elements a sum over dimensions of `x` has, counted where sizes depend on inputs."""
         shape = list(tensor_type(x).shape)
         factor = product(shape[dim] for dim in dims if isinstance(shape[dim], int))
         symbolic = [dim for dim in range(len(shape)) if dim in dims and not isinstance(shape[dim], int)]
@@ -111,7 +111,7 @@ class Counting:
         return total
 
     def finish(self, total: fx.Node, count: fx.Node) -> None:
-        """The quotient takes the place of the mean; of several ranks' the mean or the sum of theirs."""
+        """Puts the quotient in the place of the mean; of several ranks' the mean or the sum of theirs."""
         kind = tensor_type(total)
         if self.ranks == 1:
             kind = TensorType(kind.dtype, tensor_type(self.node).shape)
@@ -123,7 +123,7 @@ class Counting:
         self.replace(value)
 
     def replace(self, new: fx.Node) -> None:
-        """A value takes the place of the operation, with its name and type."""
+        """Puts a value in the place of the operation, with its name and type."""
         self.mean = self.cast("mean", new, tensor_type(self.node).dtype)
         replace_node(self.node, self.mean)
 
@@ -178,7 +178,7 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _count(counting: Counting, number: Any) -> Any:
-    """A number as a count, a plain one as it is; None where it is made in another way."""
+    """Returns a number as a count, a plain one as it is; None where it is made in another way."""
     if not isinstance(number, fx.Node) or not counting.varies(scalar(number)):
         return number
     dtype = wide(tensor_type(counting.node).dtype)
@@ -257,7 +257,7 @@ def _moments(c: Counting) -> None:
 
 
 def _root(c: Counting, variance: fx.Node) -> fx.Node:
-    """The square root, whose gradient is 0 at 0, as PyTorch's of a deviation."""
+    """Returns the square root, whose gradient is 0 at 0, as PyTorch's of a deviation."""
     kind = tensor_type(variance)
     is_zero = c.call("is_zero", aten.eq.Scalar, (variance, 0), TensorType(torch.bool, kind.shape))
     # The inner choice keeps the root off 0, where its derivative is infinite.
@@ -271,7 +271,7 @@ _DEVIATIONS = frozenset({aten.std.correction, aten.std_mean.correction})
 
 
 def _class_loss(c: Counting) -> None:
-    """The mean over the targets that are not ignored, by their weights where there are some."""
+    """Writes the mean over the targets that are not ignored, by their weights where there are some."""
     x, target = operands(c.node)[:2]
     shape = tensor_type(x).shape
     if c.given.get("reduction", MEAN) != MEAN or not any(c.varies(size) for size in shape) or len(shape) < 2:
@@ -296,7 +296,7 @@ def _class_loss(c: Counting) -> None:
 
 
 def _row_loss(c: Counting) -> None:
-    """The mean over rows, by weights or not."""
+    """Writes the mean over rows, by weights or not."""
     x = operands(c.node)[0]
     shape = tensor_type(x).shape
     if c.given.get("reduction", MEAN) != MEAN or len(shape) != 2 or not c.varies(shape[0]):
@@ -317,7 +317,7 @@ def _element_loss(c: Counting) -> None:
 
 
 def _summed(c: Counting, changed: Mapping[str, Any], dtype: torch.dtype) -> fx.Node:
-    """The loss with the sum as reduction."""
+    """Returns the loss with the sum as reduction."""
     order = c.node.target._schema.arguments  # type: ignore[union-attr]
 
     def loss(suffix: str, reduction: int, kind: TensorType) -> fx.Node:

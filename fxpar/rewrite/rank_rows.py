@@ -75,7 +75,7 @@ class _Norm:
         self._rank = len(self._result.shape)
 
     def values(self) -> dict[int, fx.Node]:
-        """The result, the means, and one over the standard deviations."""
+        """Returns the result, the means, and one over the standard deviations."""
         c, kind = self._c, self._kind
         x = c.cast("wide", self._x, wide(self._result.dtype))
         full = tensor_type(x)
@@ -100,7 +100,7 @@ class _Norm:
         return self._c.call(suffix, aten.sum.dim_IntList, (x, dims), self._kind)
 
     def _count(self, x: fx.Node) -> fx.Node:
-        """How many elements a channel has, for each: of dimensions of known sizes one element is looked at."""
+        """Returns how many elements a channel has, for each: of dimensions of known sizes one element is looked at."""
         factor = 1
         # From the last dimension on: removing one does not shift those in front of it.
         for dim in reversed(range(2, self._rank)):
@@ -115,7 +115,7 @@ class _Norm:
         return total if factor == 1 else self._c.call("elements", aten.mul.Tensor, (total, factor), self._kind)
 
     def _along(self, suffix: str, value: fx.Node) -> fx.Node:
-        """What is of channels, beside a value with dimensions behind these."""
+        """Returns what is of channels, beside a value with dimensions behind these."""
         if self._rank <= 2:
             return value
         kind = tensor_type(value)
@@ -148,7 +148,7 @@ def keep_rows(program: Program, batch: str) -> None:
 
 
 def _take_apart(program: Program, node: fx.Node) -> None:
-    """A slice between bounds that are numbers of rows becomes a part of a split, each part with a size of its own.
+    """Writes a slice between bounds that are numbers of rows as a part of a split into parts of their own sizes.
 
     Before::
 
@@ -183,7 +183,7 @@ def _take_apart(program: Program, node: fx.Node) -> None:
 
 
 def _number(program: Program, at: fx.Node, size: Size) -> Any:
-    """A size as an argument of a call: sums of products of sizes of inputs; None of others."""
+    """Returns a size as an argument of a call: sums of products of sizes of inputs; None of others."""
     if isinstance(size, int):
         return size
     if size.is_Add:
@@ -271,7 +271,7 @@ class _Indexing:
         self.common = shape[: len(shape) - len(tensor_type(source).shape) + len(indices)]
 
     def position_of(self, place: int, element: Any) -> int | None:
-        """The dimension of the broadcast indices, as long as the one it stands at, whose position an index is."""
+        """Returns the dimension of the broadcast indices whose position an index is, if it is as long as its own."""
         if element is None:
             return None
         spread = broadcast(element, tensor_type(self.indices[place]).shape, self.common)
@@ -282,16 +282,16 @@ class _Indexing:
     def call(
         self, suffix: str, target: Any, args: tuple[Any, ...], kind: TensorType | ScalarType, **more: Any
     ) -> fx.Node:
-        """An operation with a type."""
+        """Adds an operation with a type."""
         noted = replace(note(self.node), type=kind)
         return insert_call(self.node, target, args, noted, f"{self.node.name}_{suffix}", **more)
 
     def view(self, suffix: str, target: Any, x: fx.Node, argument: Any, shape: Sequence[Size]) -> fx.Node:
-        """A view of `x` by an operator of one more argument."""
+        """Returns a view of `x` by an operator of one more argument."""
         return self.call(suffix, target, (x, argument), TensorType(tensor_type(x).dtype, tuple(shape)))
 
     def size(self, x: fx.Node, dim: int) -> int | fx.Node:
-        """The size of a dimension as an argument; off an input where one has it, for inputs are whole."""
+        """Returns the size of a dimension as an argument; off an input where one has it, for inputs are whole."""
         size = tensor_type(x).shape[dim]
         if isinstance(size, int):
             return size
@@ -303,7 +303,7 @@ class _Indexing:
 
 
 def _rewritten(indexing: _Indexing, known: Mapping[fx.Node, Any]) -> fx.Node | None:
-    """The same value without indices of rows; None where none is proved to be one, or the indices have other shapes."""
+    """Returns the value without indices of rows; None where none is proved to be one, or shapes differ."""
     positions = [indexing.position_of(place, known.get(entry)) for place, entry in enumerate(indexing.indices)]
     if 0 not in positions:
         return None
@@ -323,7 +323,7 @@ def _rewritten(indexing: _Indexing, known: Mapping[fx.Node, Any]) -> fx.Node | N
 
 
 def _in_order(indexing: _Indexing, order: Sequence[int]) -> fx.Node:
-    """What is indexed, its leading dimensions in an order."""
+    """Returns what is indexed, its leading dimensions in an order."""
     shape = tensor_type(indexing.x).shape
     dims = [*order, *range(len(order), len(shape))]
     if dims == sorted(dims):
@@ -377,7 +377,7 @@ def _gathered(indexing: _Indexing, x: fx.Node, others: Sequence[fx.Node], wide: 
 
 
 def _position(indexing: _Indexing, x: fx.Node, others: Sequence[fx.Node]) -> fx.Node:
-    """Where in its row, the dimensions of the others flattened, each result stands: i64."""
+    """Returns where in its row, the dimensions of the others flattened, each result stands: i64."""
     at, *more = (_from_start(indexing, x, dim, entry) for dim, entry in enumerate(others, 1))
     for dim, entry in enumerate(more, 2):
         kind = tensor_type(at)
@@ -394,7 +394,7 @@ def _broadcast(one: Sequence[Size], other: Sequence[Size]) -> tuple[Size, ...]:
 
 
 def _from_start(indexing: _Indexing, x: fx.Node, dim: int, entry: fx.Node) -> fx.Node:
-    """An index that counts from the start: `gather` knows no others."""
+    """Returns an index that counts from the start: `gather` knows no others."""
     shape = tensor_type(entry).shape
     kind = TensorType(torch.int64, shape)
     if tensor_type(entry).dtype != torch.int64:

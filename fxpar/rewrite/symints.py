@@ -171,7 +171,7 @@ class SymbolicSizes:
         return _holds(relation.subs(equal), self._dimensions, least)
 
     def _written(self, assumed: Iterable[sympy.Basic]) -> list[Condition]:
-        """The assumptions as conditions; none where one has no text form, or speaks of what values decide."""
+        """Returns the assumptions as conditions; none where one has no text form, or speaks of what values decide."""
         ours, conditions = set(self._ours.values()), []
         for relation in assumed:
             if not isinstance(relation, sympy.core.relational.Relational) or not relation.free_symbols <= ours:
@@ -183,7 +183,7 @@ class SymbolicSizes:
         return conditions
 
     def integer(self, size: Size) -> Any:
-        """The size as PyTorch takes it: an int, or a symbolic integer."""
+        """Returns the size as PyTorch takes it: an int, or a symbolic integer."""
         if isinstance(size, int):
             return size
         return self._integer(size)
@@ -200,7 +200,7 @@ class SymbolicSizes:
         return SIZE_FUNCTIONS[name](*map(self.integer, sizes))
 
     def size(self, value: Any) -> Size:
-        """What an integer of a trace stands for.
+        """Returns what an integer of a trace stands for.
 
         Raises:
             ValueError: it is no arithmetic in the program's symbols.
@@ -220,26 +220,26 @@ class SymbolicSizes:
         return self._named(value.node.expr)
 
     def _named(self, expression: sympy.Basic) -> Any:
-        """An expression of PyTorch's in the program's symbols."""
+        """Returns an expression of PyTorch's in the program's symbols."""
         for theirs, ours in _FUNCTIONS.items():
             expression = expression.replace(theirs, ours)
         return expression.subs(self._ours)
 
     def tensor(self, kind: TensorType, requires_grad: bool) -> torch.Tensor:
-        """A tensor of a type, without values. It is on no device, of which one kernel or another would be a guess."""
+        """Returns a tensor of a type, without values, on no device: one would be a guess at a kernel."""
         with self.mode:
             tensor = torch.empty([self.integer(size) for size in kind.shape], dtype=kind.dtype, device="meta")
         return tensor.requires_grad_(requires_grad)
 
     def type_of(self, value: torch.Tensor) -> TensorType:
-        """The type of a tensor of a trace."""
+        """Returns the type of a tensor of a trace."""
         return TensorType(value.dtype, tuple(self.size(size) for size in value.shape))
 
 
 def _holds(
     relation: sympy.Basic, dimensions: Iterable[sympy.Expr], least: Mapping[sympy.Symbol, int] | None = None
 ) -> bool:
-    """Whether it is true wherever these dimensions, and all symbols, are two or more; False where that is not seen.
+    """Returns whether it is seen to be true wherever these dimensions, and all symbols, are two or more.
 
     Args:
         least: of symbols that are larger.
@@ -266,7 +266,7 @@ def _follows(relation: sympy.Basic, dimensions: Iterable[sympy.Expr], bounds: Ma
 
 
 def _bound(size: sympy.Expr) -> dict[sympy.Symbol, int] | None:
-    """The least value of the symbol of a size, with which that is two; None where it is not linear in one symbol."""
+    """Returns the least value of a size's symbol with which it is two; None where it is not linear in one."""
     if len(size.free_symbols) != 1:
         return None
     (unknown,) = size.free_symbols
@@ -278,17 +278,17 @@ def _bound(size: sympy.Expr) -> dict[sympy.Symbol, int] | None:
 
 
 def _from(least: int) -> sympy.Expr:
-    """Any integer that is not smaller."""
+    """Returns any integer that is not smaller."""
     return sympy.Dummy(integer=True, nonnegative=True) + least
 
 
 def _parts(guard: sympy.Basic) -> Sequence[sympy.Basic]:
-    """What is to hold, one by one."""
+    """Returns what is to hold, one by one."""
     return [part for operand in guard.args for part in _parts(operand)] if isinstance(guard, sympy.And) else [guard]
 
 
 def _normal(relation: sympy.Basic) -> sympy.Basic:
-    """One form of a relation and of what it says turned round."""
+    """Returns one form of a relation and of what it says turned round."""
     if not isinstance(relation, sympy.core.relational.Relational):
         return relation
     relation = relation.func(sympy.expand(relation.lhs - relation.rhs), 0)
@@ -296,7 +296,7 @@ def _normal(relation: sympy.Basic) -> sympy.Basic:
 
 
 def _least(condition: Condition) -> dict[sympy.Symbol, int]:
-    """The least value of a symbol that a condition bounds."""
+    """Returns the least value of a symbol that a condition bounds."""
     relation = condition.expression
     if not isinstance(relation, (sympy.Ge, sympy.Gt)) or not relation.lhs.is_Symbol or not relation.rhs.is_Integer:
         return {}
