@@ -96,7 +96,7 @@ class _Pairs(RowWriter):
         return self.emit.view(flat, [known.get(size, size) for size in shape], shape)
 
     def _can_shape(self, shape: tuple[Size, ...]) -> bool:
-        """Whether each of several sizes that are no numbers is one of the choice."""
+        """Returns whether each of several sizes that are no numbers is one of the choice."""
         symbolic = [size for size in shape if not isinstance(size, int)]
         return len(symbolic) < 2 or all(size in tensor_type(self.choice).shape for size in symbolic)
 

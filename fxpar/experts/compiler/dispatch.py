@@ -150,7 +150,7 @@ class Dispatch:
         return emit.view(self.cut.together(self._reduce(summed)), (-1, width), kind.shape)
 
     def _has_all_tokens(self) -> bool:
-        """Whether tensor parallel ranks have all tokens of a data rank, and do not share them out."""
+        """Returns whether tensor parallel ranks have all tokens of a data rank, and do not share them out."""
         return not self.program.mesh.holders
 
     def _sort_source(self, indices: fx.Node) -> list[fx.Node]:
@@ -162,7 +162,7 @@ class Dispatch:
         return self._sort_by_expert(chosen, self.region.experts)
 
     def _apart(self, indices: fx.Node) -> fx.Node:
-        """[tokens, K] → [lead, tokens, K]; in padding no expert's number."""
+        """Maps [tokens, K] → [lead, tokens, K]; in padding no expert's number."""
         return self.cut.apart(indices, 1, fill=self.region.experts)
 
     def _count_tokens(self, chosen: fx.Node) -> None:
@@ -171,7 +171,7 @@ class Dispatch:
         self._tokens: tuple[Any, Size] = self.emit.size(chosen, len(dims)), tokens
 
     def _sort_by_expert(self, chosen: fx.Node, experts: int) -> list[fx.Node]:
-        """[…, tokens, K] → the order of its pairs by expert, […, rows], and how many each has, […, experts]."""
+        """Maps […, tokens, K] → the order of its pairs by expert, […, rows], and how many each has, […, experts]."""
         *dims, tokens, k = tensor_type(chosen).shape
         kinds = _integers(*dims, simplify(tokens * k)), _integers(*dims, experts)
         return self.emit.several(fxp.sort_by_expert.default, (chosen, experts), kinds)
@@ -308,12 +308,12 @@ class AllToAllDispatch(Dispatch):
         return self._to_sources(self._sorted_by_source(rows))
 
     def _to_holders(self, rows: fx.Node) -> fx.Node:
-        """[lead, holders * places, f] → [outer, holders, merged, places, f]: what each holder receives."""
+        """Maps [lead, holders * places, f] → [outer, holders, merged, places, f]: what each holder receives."""
         (node, size), width = self._block, tensor_type(rows).shape[-1]
         return self.holders.to_holders(rows, (node, width), (size, width))
 
     def _to_sources(self, rows: fx.Node) -> fx.Node:
-        """[outer, holders, merged * places, f] → [lead, holders * places, f]: what each source gets back."""
+        """Maps [outer, holders, merged * places, f] → [lead, holders * places, f]: what each source gets back."""
         returned, width = self.holders.to_sources(rows, *self._block), tensor_type(rows).shape[-1]
         shape = (*self.source_dims, simplify(self.holders.ranks * self._block[1]), width)
         return self.emit.view(returned, (*self.source_dims, -1, width), shape)
@@ -353,7 +353,7 @@ class PaddedDispatch(AllToAllDispatch):
         return self._to_sources(self._turned(rows, self.local_experts, self.holders.sources))
 
     def _turned(self, rows: fx.Node, *blocks: int) -> fx.Node:
-        """[holders, first * second * places, f] → [holders, second * first * places, f]."""
+        """Maps [holders, first * second * places, f] → [holders, second * first * places, f]."""
         assert self.limit is not None
         (node, size), width, front = self.limit.capacity, tensor_type(rows).shape[-1], len(self.holder_dims)
         dims = (*self.holder_dims, *blocks)
@@ -415,7 +415,7 @@ class AllGatherDispatch(Dispatch):
         return self.holders.over(emit.view(firsts, shape, shape))
 
     def _gather_tokens(self, tokens: fx.Node) -> fx.Node:
-        """[lead, n, f] → [holders, sources * n, f]: those that a holder needs, or all."""
+        """Maps [lead, n, f] → [holders, sources * n, f]: those that a holder needs, or all."""
         if not self._is_needed:
             return self._explained(self._gather(tokens))
         emit, (*_, rows, width) = self.emit, tensor_type(tokens).shape
@@ -431,11 +431,11 @@ class AllGatherDispatch(Dispatch):
         return emit.view(received, (*self.holder_dims, -1, width), shape)
 
     def _gather(self, value: fx.Node) -> fx.Node:
-        """[lead, n, f] → [holders, sources * n, f]: what each source has, for each holder."""
+        """Maps [lead, n, f] → [holders, sources * n, f]: what each source has, for each holder."""
         return self.holders.for_each(self.holders.joined(value))
 
     def _reduce(self, tokens: fx.Node) -> fx.Node:
-        """[holders, sources * n, f] → [lead, n, f]: the sums over the holders, of each source where it is."""
+        """Maps [holders, sources * n, f] → [lead, n, f]: the sums over the holders, of each source where it is."""
         emit = self.emit
         for place, axis in reversed(list(enumerate(self.holders.axes, len(self.holders.outer)))):
             shape = tensor_type(tokens).shape
@@ -464,7 +464,7 @@ class DroplessDispatch(Dispatch):
     """
 
     def _has_all_tokens(self) -> bool:
-        """Where tensor parallel ranks split each expert all of them need all rows of it."""
+        """Returns whether ranks need all rows of an expert: tensor parallel ones do that split each expert."""
         return not self.program.plan.axes_for(Cuts.FEATURES).keys() & self.program.mesh.holders.keys()
 
     def preprocess(self, indices: fx.Node) -> None:

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def part_of(size: Size, part: Fraction) -> Size:
-    """A part of a size, rounded up."""
+    """Returns a part of a size, rounded up."""
     of = part.denominator
     return simplify(sympy.floor((size * part.numerator + of - 1) / sympy.Integer(of)))
 
@@ -42,16 +42,16 @@ class Emitter:
         self._place = place
 
     def call(self, target: Any, args: Sequence[Any], kind: Any, **kwargs: Any) -> fx.Node:
-        """An operation."""
+        """Adds an operation."""
         return insert_call(self._place, target, args, replace(self._note, type=kind), **kwargs)
 
     def several(self, target: Any, args: Sequence[Any], kinds: tuple[TensorType, ...]) -> list[fx.Node]:
-        """The results of an operation of several."""
+        """Adds an operation of several results, and returns these."""
         source = self.call(target, args, kinds)
         return [self.call(operator.getitem, (source, index), kind) for index, kind in enumerate(kinds)]
 
     def view(self, x: fx.Node, sizes: Sequence[Any], shape: Sequence[Size]) -> fx.Node:
-        """The same elements in another shape.
+        """Returns the same elements in another shape.
 
         Args:
             sizes: numbers, nodes and at most one -1.
@@ -63,7 +63,7 @@ class Emitter:
         return self.call(aten.view.default, (x, list(sizes)), TensorType(kind.dtype, tuple(shape)))
 
     def permute(self, x: fx.Node, dims: Sequence[int]) -> fx.Node:
-        """Dimensions in another order; in memory the elements stay where they are."""
+        """Returns dimensions in another order; in memory the elements stay where they are."""
         kind = tensor_type(x)
         if list(dims) == list(range(len(kind.shape))):
             return x
@@ -71,11 +71,11 @@ class Emitter:
         return self.call(aten.permute.default, (x, list(dims)), TensorType(kind.dtype, shape))
 
     def over(self, x: fx.Node, dim: int, axis: str) -> fx.Node:
-        """The value, cut there."""
+        """Returns the value, cut there."""
         return self.call(shard_over, (x, dim), tensor_type(x), axis=axis)
 
     def size(self, x: fx.Node, dim: int) -> Any:
-        """A dimension's size as a number, or as a node where it is no number."""
+        """Returns a dimension's size as a number, or as a node where it is no number."""
         size = tensor_type(x).shape[dim]
         return size if isinstance(size, int) else self.call(aten.sym_size.int, (x, dim), ScalarType(size))
 
@@ -91,7 +91,7 @@ class Emitter:
         return self.call(target, (left, right), ScalarType(simplify(value)))
 
     def part(self, number: Any, size: Size, part: Fraction) -> tuple[Any, Size]:
-        """A part of a size, rounded up: as a number or node, and in symbols."""
+        """Returns a part of a size, rounded up: as a number or node, and in symbols."""
         times, of = part.numerator, part.denominator
         rows = number if times == 1 else self.number(operator.mul, number, times)
         if of > 1:
@@ -99,7 +99,7 @@ class Emitter:
         return rows, part_of(size, part)
 
     def shifted(self, node: fx.Node, others: Mapping[fx.Node, fx.Node], kind: Any, count: int) -> fx.Node:
-        """An operation on rows, of rows behind `count` more dimensions.
+        """Adds an operation on rows, of rows behind `count` more dimensions.
 
         Args:
             others: what takes the place of its operands.

@@ -71,7 +71,7 @@ class Reading:
     width: int
 
     def compute(self, module: nn.Module, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """What the experts make of tokens, in operators on routed rows: [T, h], [T, K], [T, K] → [T, h]."""
+        """Returns what the experts make of tokens, in operators on routed rows: [T, h], [T, K], [T, K] → [T, h]."""
         biases = [self._whole(module, name, "bias") for name in (*self.first, self.down)]
         first = [self._whole(module, name) for name in self.first]
         return experts(
@@ -88,7 +88,7 @@ class Reading:
         )
 
     def loop(self, module: nn.Module, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """The same expert by expert, which needs no memory for more than one."""
+        """Returns the same expert by expert, which needs no memory for more than one."""
         total, activation, norm = torch.zeros_like(hidden), self._activation(module), _norm(module)
         for number in range(self.experts):
             tokens, places = torch.where(indices == number)
@@ -99,7 +99,7 @@ class Reading:
         return total
 
     def without_rows(self, module: nn.Module, indices: Tensor) -> set[int]:
-        """Identities of the parameters that belong to experts alone which none of the indices chooses."""
+        """Returns identities of the parameters that belong to experts alone which none of the indices chooses."""
         if self.listed is None:
             return set()
         by_expert = [{id(p) for p in expert.parameters()} for expert in _list_of(module, self.listed)]
@@ -121,7 +121,7 @@ class Reading:
         return matrices
 
     def _whole(self, module: nn.Module, name: str, kind: str = "weight") -> Tensor | None:
-        """The matrices or biases of all experts; None where there are none."""
+        """Returns the matrices or biases of all experts; None where there are none."""
         if self.listed is None:
             return getattr(module, name if kind == "weight" else f"{name}_bias", None)
         tensors = [getattr(getattr(expert, name), kind) for expert in _list_of(module, self.listed)]
@@ -147,7 +147,7 @@ class Reading:
 
 
 def readings(module: nn.Module) -> Iterator[Reading]:
-    """Those by whose names and shapes a module's weights are those of experts; none where it has no such weights."""
+    """Yields the readings by which a module's weights are those of experts, by names and shapes."""
     transposed = getattr(module, "is_transposed", None)
     ways = (False, True) if transposed is None else (bool(transposed),)
     for first, down in _NAMES:
@@ -178,7 +178,7 @@ def _of_shapes(
 
 
 def _lists(module: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """The module where it is a list, and the lists that it has."""
+    """Yields the module where it is a list, and the lists that it has."""
     for path, child in (("", module), *module.named_children()):
         if isinstance(child, nn.ModuleList) and len(child) > 0:
             yield path, child
@@ -189,13 +189,13 @@ def _list_of(module: nn.Module, path: str) -> Any:
 
 
 def _alike(layers: list[list[Any]]) -> bool:
-    """Whether all experts' layers have the first one's shapes, and biases where it has."""
+    """Returns whether all experts' layers have the first one's shapes, and biases where it has."""
     facts = [[(layer.weight.shape, layer.bias is None) for layer in of_expert] for of_expert in layers]
     return all(fact == facts[0] for fact in facts)
 
 
 def _norm(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """What transformers calls the norm of what experts have made."""
+    """Returns what transformers calls the norm of what experts have made."""
     return module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None  # type: ignore[return-value]
 
 
@@ -321,7 +321,7 @@ def _named(path: str, module: nn.Module, glob: str, trial_run: TrialRun) -> Expe
 
 
 def _operands(module: nn.Module) -> list[str]:
-    """Names of what a forward must be given."""
+    """Returns names of what a forward must be given."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in parameters if p.kind in kinds][1:]
@@ -412,7 +412,7 @@ def _compared(
 
 
 def _held(module: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """What modules keep: attributes, what lists and the like of these hold, and which values tensors have."""
+    """Returns what modules keep: attributes, what lists and the like of these hold, and which values tensors have."""
     state = {}
     for path, submodule in module.named_modules():
         for name, value in (*vars(submodule).items(), *submodule._buffers.items(), *submodule._parameters.items()):
@@ -430,7 +430,7 @@ def _held(module: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 def _changed(before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tuple[Any, ...]]) -> str:
-    """The first attribute that was changed; empty where none was."""
+    """Returns the first attribute that was changed; empty where none was."""
     for name in (*before, *after):
         one, other = before.get(name, ()), after.get(name, ())
         if len(one) != len(other) or not all(map(_is_same, one, other)):
@@ -447,7 +447,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _reached(value: Tensor) -> set[int]:
-    """Identities of the tensors that a gradient of this one goes to."""
+    """Returns identities of the tensors that a gradient of this one goes to."""
     pending: list[Any] = [value.grad_fn]
     seen, reached = set[Any](), set[int]()
     while pending:
@@ -469,7 +469,7 @@ def _gap(one: Tensor, other: Tensor) -> float:
 
 
 def _values(like: Tensor, dtype: torch.dtype, is_small: bool, generator: torch.Generator) -> Tensor:
-    """Random values of a shape; of many elements neighbours share them, so that they take no memory."""
+    """Returns random values of a shape; of many elements neighbours share them, so that they take no memory."""
     if not like.is_floating_point():
         return torch.zeros(like.shape, dtype=like.dtype) if like.is_meta else like.detach().cpu().clone()
     if is_small:
@@ -545,7 +545,7 @@ def routed_experts(named: Sequence[ExpertModule] = ()) -> Iterator[None]:
 
 
 def _grouped(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """A grouped product: of rows [M, i] with the matrices [E, i, o] of their groups, which end at `offs`."""
+    """Returns a grouped product: of rows [M, i] with the matrices [E, i, o] of their groups, which end at `offs`."""
     arguments = dict(zip(("mat_a", "mat_b", "offs", "bias", "out_dtype"), args, strict=False)) | kwargs
     # `_grouped_mm` calls its operands otherwise.
     rows, matrices = (arguments.pop(name, arguments.pop(other, None)) for name, other in _OPERANDS)
@@ -562,7 +562,7 @@ def _instead(self: Any, implementation: str | None, default: Callable[..., Any])
 
 
 def _experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What `grouped_mm_experts_forward` of transformers computes, whose conventions these are.
+    """Returns what `grouped_mm_experts_forward` of transformers computes, whose conventions these are.
 
     Shapes: hidden [tokens, h], indices and weights [tokens, k]; result [tokens, h].
     """
@@ -583,7 +583,7 @@ def _experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_
 
 
 def _is_swiglu(module: Any) -> bool:
-    """Whether a module's gate is transformers' own, with SiLU."""
+    """Returns whether a module's gate is transformers' own, with SiLU."""
     plain = getattr(sys.modules[_INTERFACE], "_default_apply_gate", None)
     silu = (nn.SiLU, getattr(sys.modules["transformers.activations"], "SiLUActivation", nn.SiLU))
     return type(module)._apply_gate is plain and isinstance(module.act_fn, silu)

@@ -72,12 +72,12 @@ class Routed:
 
     @property
     def rows(self) -> frozenset[fx.Node]:
-        """The values with one entry for each row."""
+        """Returns the values with one entry for each row."""
         return frozenset(self.nodes) - self.puts
 
 
 def routed(program: Program) -> list[Routed]:
-    """The rows of each sort by expert, in the order of the program.
+    """Returns the rows of each sort by expert, in the order of the program.
 
     Raises:
         PassError: an operation on rows is none that can run on a part of them.

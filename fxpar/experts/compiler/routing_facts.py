@@ -236,7 +236,7 @@ def _sorts(args: _Arguments, choice: fx.Node) -> bool:
 
 
 def _clamps_nothing(args: _Arguments, choice: fx.Node) -> bool:
-    """Whether bounds of a choice are what it is within anyway, as transformers 5.17 gives them."""
+    """Returns whether bounds of a choice are what it is within anyway, as transformers 5.17 gives them."""
     least, most = args.get("min"), args.get("max")
     is_least = least is None or (isinstance(least, int) and least <= 0)
     return is_least and (most is None or (isinstance(most, int) and most >= int(chosen_of(choice)) - 1))
@@ -365,7 +365,7 @@ def _pair_dims(shape: tuple[Size, ...], choice: fx.Node) -> tuple[int, ...]:
 
 
 def _counts_up(numbers: Any) -> bool:
-    """Whether these are 0, 1, … along the last dimension."""
+    """Returns whether these are 0, 1, … along the last dimension."""
     while isinstance(numbers, fx.Node) and numbers.target in SHAPED and tensor_type(numbers).shape[-1] != 1:
         numbers = argument(numbers, 0)
     if not isinstance(numbers, fx.Node):

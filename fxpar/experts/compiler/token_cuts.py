@@ -54,7 +54,7 @@ class TokenCut:
         return int(product(n for axis, n in self.axes.items() if axis not in self.batch))
 
     def apart(self, value: fx.Node, per_token: int, fill: int = 0) -> fx.Node:
-        """[tokens * per_token, f] → [lead, own tokens * per_token, f].
+        """Maps [tokens * per_token, f] → [lead, own tokens * per_token, f].
 
         Args:
             fill: what stands in padding.
@@ -86,7 +86,7 @@ class TokenCut:
         return emit.view(blocks, (*data, n, -1, width), (*data, n, tokens, width))
 
     def _shared_out(self, rows: Size) -> Size:
-        """What each data rank has of so many rows."""
+        """Returns what each data rank has of so many rows."""
         local_rows = divide(rows, product(self.batch.values()))
         if local_rows is None:
             raise PassError(
@@ -97,7 +97,7 @@ class TokenCut:
         return local_rows
 
     def together(self, value: fx.Node) -> fx.Node:
-        """[lead, own tokens, f] → [tokens, f], without padding."""
+        """Maps [lead, own tokens, f] → [tokens, f], without padding."""
         emit, kind = self.emit, tensor_type(value)
         width, data = kind.shape[-1], tuple(self.batch.values())
         if self.sequence is None:
@@ -143,13 +143,13 @@ class HolderDims:
         self.dims, self.sources = (*self.outer, *axes.values()), prod(self.lead[i] for i in self._merged)
 
     def over(self, value: fx.Node) -> fx.Node:
-        """[holders, …], cut over them."""
+        """Maps [holders, …], cut over them."""
         for dim, axis in enumerate(self.axes):
             value = self._emit.over(value, dim, axis)
         return value
 
     def to_holders(self, value: fx.Node, sizes: Sequence[Any], shape: Sequence[Size]) -> fx.Node:
-        """[lead, holders * n, …] → [outer, holders, merged, n, …]: what each holder receives.
+        """Maps [lead, holders * n, …] → [outer, holders, merged, n, …]: what each holder receives.
 
         Args:
             sizes: of [n, …], as a view takes them.
@@ -163,7 +163,7 @@ class HolderDims:
         return self._emit.permute(blocks, [*self._outer, *range(count, end), *self._merged, *range(end, rank)])
 
     def to_sources(self, rows: fx.Node, node: Any, size: Size) -> fx.Node:
-        """[outer, …, merged * size, f] → [lead, …, size, f]: what each source gets back.
+        """Maps [outer, …, merged * size, f] → [lead, …, size, f]: what each source gets back.
 
         Args:
             node: the size as a view takes it.
@@ -179,14 +179,14 @@ class HolderDims:
         return rows
 
     def joined(self, value: fx.Node) -> fx.Node:
-        """[lead, n, f] → [outer, sources * n, f]: what all sources have of which a holder receives."""
+        """Maps [lead, n, f] → [outer, sources * n, f]: what all sources have of which a holder receives."""
         count = len(self.lead)
         permuted = self._emit.permute(value, [*self._outer, *self._merged, count, count + 1])
         *_, rows, width = tensor_type(permuted).shape
         return self._emit.view(permuted, (*self.outer, -1, width), (*self.outer, simplify(rows * self.sources), width))
 
     def for_each(self, value: fx.Node) -> fx.Node:
-        """[outer, …] → [outer, holders, …]: the same for each holder."""
+        """Maps [outer, …] → [outer, holders, …]: the same for each holder."""
         for place, axis in enumerate(self.axes, len(self.outer)):
             value = self._emit.call(expand_over, (value, place), self.expanded(value, place, axis), axis=axis)
         return value
@@ -198,7 +198,7 @@ class HolderDims:
 
 
 def token_cut(program: Program, emit: Emitter, tokens: Size, where: str, *, shared: bool) -> TokenCut:
-    """How the tokens of a layer are cut.
+    """Returns how the tokens of a layer are cut.
 
     Args:
         shared: whether tensor parallel ranks compute all of them, or are to share them out.
@@ -226,7 +226,7 @@ def token_cut(program: Program, emit: Emitter, tokens: Size, where: str, *, shar
 
 
 def _size_node(program: Program, emit: Emitter, size: Size) -> Any:
-    """A size as a number, or as a node that reads it off an input."""
+    """Returns a size as a number, or as a node that reads it off an input."""
     if isinstance(size, int):
         return size
     for entry in program.inputs:
