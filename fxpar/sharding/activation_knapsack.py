@@ -45,11 +45,11 @@ class Keeping:
 
     @property
     def all_bytes(self) -> int:
-        """Bytes that are kept where nothing is computed again."""
+        """Returns bytes that are kept where nothing is computed again."""
         return self._bytes(self.reads)
 
     def least(self, allowed: Set[fx.Node]) -> frozenset[int]:
-        """The storages of fewest bytes that suffice; of such choices one of least seconds.
+        """Returns the storages of fewest bytes that suffice; of such choices one of least seconds.
 
         Args:
             allowed: nodes that may be computed again.
@@ -79,11 +79,11 @@ class Keeping:
         return saved if saved is not None and self.storages.total(saved) <= budget else None
 
     def again(self, allowed: Set[fx.Node], saved: Set[int]) -> set[fx.Node]:
-        """What is computed again where some storages are kept."""
+        """Returns what is computed again where some storages are kept."""
         return self._saved_and_recomputed(allowed, saved)[1]
 
     def _saved_and_recomputed(self, allowed: Set[fx.Node], saved: Set[int]) -> tuple[set[fx.Node], set[fx.Node]]:
-        """The values that are kept, and those that are computed again."""
+        """Returns the values that are kept, and those that are computed again."""
         parts: tuple[set[fx.Node], set[fx.Node]] = set(), set()
         pending = list(self.reads)
         for node in pending:
@@ -95,7 +95,7 @@ class Keeping:
         return parts
 
     def _is_view(self, node: fx.Node) -> bool:
-        """Whether a value is another one in other words: that one is kept, for a repeated one would be written out."""
+        """Returns whether a value is another one seen otherwise: that one is kept, a repeated one is written out."""
         return any(self._held(node) == self._held(read) and is_tensor(read) for read in node.all_input_nodes)
 
     def _held(self, node: fx.Node) -> frozenset[int]:
@@ -108,7 +108,7 @@ class Keeping:
         return self.storages.total(self._of(nodes))
 
     def _solved(self, allowed: Set[fx.Node], budget: int | None) -> frozenset[int] | None:
-        """The storages of least bytes, or of least seconds within a budget."""
+        """Returns the storages of least bytes, or of least seconds within a budget."""
         allowed = allowed - self.fixed
         model = _BinaryProgram()
         pending = list(dict.fromkeys(self.reads))
@@ -154,22 +154,22 @@ class _BinaryProgram:
         self._bounds: list[float] = []
 
     def variable(self, kind: str, subject: Any) -> int:
-        """Number of a variable, which is made where there is none."""
+        """Returns the number of a variable, which is made where there is none."""
         return self.variables.setdefault((kind, subject), len(self.variables))
 
     def of(self, kind: str) -> dict[Any, int]:
-        """The variables of a kind."""
+        """Returns the variables of a kind."""
         return {subject: i for (known, subject), i in self.variables.items() if known == kind}
 
     def at_least(self, row: Mapping[int, float], bound: float) -> None:
-        """A linear constraint, of coefficients not larger than 1."""
+        """Adds a linear constraint, of coefficients not larger than 1."""
         # Bytes stand beside ones in a constraint, and solvers take coefficients so far apart for rounding.
         scale = max(abs(value) for value in row.values())
         self._rows.append({i: value / scale for i, value in row.items()})
         self._bounds.append(bound / scale)
 
     def solved(self, cost: Mapping[int, float], never: Set[int], gap: float) -> list[bool] | None:
-        """Values of least cost; None where there are none."""
+        """Returns values of least cost; None where there are none."""
         count = len(self.variables)
         weights = numpy.zeros(count)
         weights[list(cost)] = list(cost.values())

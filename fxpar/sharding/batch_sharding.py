@@ -50,7 +50,7 @@ from fxpar.signatures.op_call import OpCall
 
 
 def place_batch(program: Program, axis: str, rows: Mapping[str, int]) -> dict[fx.Node, Option]:
-    """What each node is on an axis that shares out the batch.
+    """Returns what each node is on an axis that shares out the batch.
 
     Args:
         rows: for each input, by path, that has them the dimension of the rows.
@@ -94,7 +94,7 @@ def place_batch(program: Program, axis: str, rows: Mapping[str, int]) -> dict[fx
 
 
 def _remedy(node: fx.Node, call: OpCall) -> str:
-    """What lets an operation have part of the rows."""
+    """Returns what lets an operation have part of the rows."""
     if call.rows is not None or not lacks_rule(node):
         return "write it row by row"
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
@@ -110,7 +110,7 @@ def _remedy(node: fx.Node, call: OpCall) -> str:
 def _signature(
     call: OpCall, placements: Sequence[Placement], carries: Sequence[bool], is_owned: bool
 ) -> tuple[Sequence[Placement], Sequence[Placement]] | Refusal:
-    """What an operation needs its operands to be, and what it makes of them; arguments as for `_operands`."""
+    """Returns what an operation needs its operands to be, and what it makes of them; arguments as for `_operands`."""
     needs = _operands(call, placements, carries, is_owned)
     if isinstance(needs, Refusal):
         return needs
@@ -132,7 +132,7 @@ def _outputs(call: OpCall, needs: Sequence[Placement], carries: Sequence[bool]) 
 def _operands(
     call: OpCall, placements: Sequence[Placement], carries: Sequence[bool], is_owned: bool
 ) -> Sequence[Placement] | Refusal:
-    """What an operation needs its operands to be, for what they are; `is_owned` where one is a parameter."""
+    """Returns what an operation needs its operands to be, for what they are; `is_owned` where one is a parameter."""
     cut = [index for index, placement in enumerate(placements) if placement.is_shard]
     sums = {index for index, placement in enumerate(placements) if placement.kind == "P"}
     if not cut:
@@ -168,7 +168,7 @@ def _of_sums(
 
 
 def declared(program: Program) -> RowWise:
-    """The operators that the plan's batchwise_ops name, and the rows as each axis that shares out the batch sees them.
+    """Returns the operators that batchwise_ops names, and the rows as each axis of the batch sees them.
 
     Raises:
         PlanError: the plan declares some, and no symbolic size is the batch.
@@ -184,7 +184,7 @@ def declared(program: Program) -> RowWise:
 
 
 def peel_program(program: Program, axis: str, placed: Mapping[fx.Node, Option]) -> Program:
-    """The program as the axes inside see it: over what one data rank has of each value. Its nodes keep their names.
+    """Returns the program over what one data rank has of each value, as inner axes see it; names stay.
 
     Args:
         placed: what each node is on the axis.
@@ -246,7 +246,7 @@ def _peel_operands(node: fx.Node, old: fx.Node, options: Mapping[str, Option], o
 
 
 def _gathered(node: fx.Node, operand: fx.Node, dim: int, n: int) -> fx.Node:
-    """What ranks have that give each other all: as much of everyone."""
+    """Returns what ranks have that give each other all: as much of everyone."""
     kind = tensor_type(operand)
     shape = (*kind.shape[:dim], simplify(kind.shape[dim] * n), *kind.shape[dim + 1 :])
     noted = replace(note(operand), type=TensorType(kind.dtype, shape))
@@ -254,7 +254,7 @@ def _gathered(node: fx.Node, operand: fx.Node, dim: int, n: int) -> fx.Node:
 
 
 def _exchanged(node: fx.Node, operand: fx.Node, source: int, target: int) -> fx.Node:
-    """What ranks have that give each other their parts: of two dimensions of their number one is whole then."""
+    """Returns what ranks have that give each other their parts: of two dimensions of their number one is whole then."""
     shape = list(tensor_type(operand).shape)
     shape[source], shape[target] = shape[target], shape[source]
     noted = replace(note(operand), type=TensorType(tensor_type(operand).dtype, tuple(shape)))
@@ -262,7 +262,7 @@ def _exchanged(node: fx.Node, operand: fx.Node, source: int, target: int) -> fx.
 
 
 def _symbol_within(symbol: Symbol, program: Program, options: Mapping[str, Option], n: int) -> Symbol:
-    """A size that the axis shares out is n times smaller."""
+    """Returns the symbol on a rank: n times smaller where the axis shares its size out."""
     entry = next(entry for entry in program.inputs if entry.path == symbol.path)
     (placement,) = options[entry.node].outputs
     is_cut = placement.is_shard and placement.dim == symbol.dim

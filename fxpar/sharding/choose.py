@@ -53,7 +53,7 @@ Lines = Mapping[Parameter, tuple[str, str]]
 def resolve_overrides(
     program: Program, lines: Lines, n: int, known: Mapping[str, Placement] | None = None
 ) -> dict[fx.Node, Pin]:
-    """The pins of all overridden parameters, by placeholder, on an axis of n ranks.
+    """Returns the pins of all overridden parameters, by placeholder, on an axis of n ranks.
 
     A parameter that no operation uses stays whole.
 
@@ -93,7 +93,7 @@ def _known_pin(placement: Placement, line: tuple[str, str] | None) -> Pin:
 
 
 def _used(lines: Lines, nodes: Mapping[str, fx.Node]) -> Lines:
-    """The lines of the parameters that some operation uses."""
+    """Returns the lines of the parameters that some operation uses."""
     used = {parameter: line for parameter, line in lines.items() if nodes[parameter.node].users}
     for parameter, (glob, how) in lines.items():
         if how != "replicate" and glob not in {other for other, _ in used.values()}:
@@ -149,7 +149,7 @@ def match_lines(program: Program) -> Lines:
 def _pin_matrix(
     node: fx.Node, parameter: Parameter, line: tuple[str, str], n: int, weights: Weights, arrived: Arrived
 ) -> tuple[Pin, Arrived]:
-    """The dimension that has the role, cut so that nothing downstream tears it; and where the shard goes."""
+    """Returns the dimension that has the role, cut so that nothing downstream tears it; and where the shard goes."""
     glob, how = line
     role = "column" if how == "head" else how
     dims = [d for d in range(len(tensor_type(node).shape)) if role in _roles(node, d, weights)]
@@ -170,7 +170,7 @@ def _pin_matrix(
 
 
 def _roles(node: fx.Node, dim: int, weights: Weights) -> set[str]:
-    """The roles of a dimension: some cut of it reaches a product, where others are torn on the way (a fused weight)."""
+    """Returns the roles of a dimension: some cut of it reaches a product; others may be torn on the way."""
     for placement in candidates(node, dim, 1, weights):
         trail = follow(node, placement, 1, weights)
         roles = {"vocab"} if trail.vocabulary else set()
@@ -183,7 +183,7 @@ _UNFIT = 1000
 
 
 def _unfitness(trail: Trail, how: str) -> int:
-    """How many operations refuse a cut; `_UNFIT` for each reason for which it cannot be."""
+    """Returns how many operations refuse a cut; `_UNFIT` for each reason for which it cannot be."""
     unfit = len(trail.torn) + (how == "head" and not trail.factored) + (trail.inner and bool(trail.refused))
     return len(trail.refused) + _UNFIT * unfit
 
@@ -216,7 +216,7 @@ def _pin_vector(
     arrived: Arrived,
     pins: Mapping[fx.Node, Pin],
 ) -> Pin:
-    """A bias follows the matrix whose product it is added to: cut alike by column, whole by row."""
+    """Pins a bias as the matrix whose product it is added to: cut alike by column, whole by row."""
     glob, how = line
     pin = _meets(node, weights, {product: pin for pin in pins.values() for product in pin.products})
     if pin is None:
@@ -237,7 +237,7 @@ def _pin_vector(
 
 
 def _meets(node: fx.Node, weights: Weights, products: Mapping[fx.Node, Pin]) -> Pin | None:
-    """The pin of the first product that meets the vector, or a part or view of it."""
+    """Returns the pin of the first product that meets the vector, or a part or view of it."""
     pending = [node]
     for current in pending:
         for user in current.users:
@@ -269,11 +269,11 @@ class Choice:
 
     @property
     def chosen(self) -> Mapping[fx.Node, Option]:
-        """The option of each node."""
+        """Returns the option of each node."""
         return self.solution.chosen
 
     def without(self, graph: fx.Graph, node: fx.Node) -> Solution | None:
-        """The cheapest choice in which a node is something else; None where it cannot be."""
+        """Returns the cheapest choice in which a node is something else; None where it cannot be."""
         mine = self.chosen[node].outputs
         others = tuple(option for option in self.options.of[node] if option.outputs != mine)
         if not others:
@@ -288,7 +288,7 @@ class Choice:
 
 
 def choose(program: Program, axis: str, lines: Lines, layouts: Mapping[str, Layout]) -> Choice:
-    """The cheapest choice on an axis.
+    """Returns the cheapest choice on an axis.
 
     Args:
         lines: the plan's lines by parameter.
@@ -312,7 +312,7 @@ def choose(program: Program, axis: str, lines: Lines, layouts: Mapping[str, Layo
 
 
 def _ends(program: Program, options: AxisOptions) -> dict[Value, tuple[Placement, ...]]:
-    """The loss ends whole, with its gradient on every rank, and so do buffers; other outputs may stay shards."""
+    """Returns how values may end: the loss and buffers whole, with the gradient on every rank; others as shards too."""
     ends: dict[Value, tuple[Placement, ...]] = {}
     for name, node in program.output_nodes().items():
         value = value_of(node)
@@ -347,7 +347,7 @@ def _refuse(program: Program, options: AxisOptions, pins: Mapping[fx.Node, Pin])
 
 
 def _pin_of(weight: fx.Node, pins: Mapping[fx.Node, Pin]) -> Pin:
-    """The pin of the parameter that a weight is made from."""
+    """Returns the pin of the parameter that a weight is made from."""
     pending = [weight]
     while pending[0] not in pins:
         pending = [*operands(pending[0]), *pending[1:]]
@@ -425,6 +425,6 @@ def place(program: Program, layouts: Mapping[str, Layout]) -> MultiAxisChoice:
 
 
 def _of(program: Program, placed: Mapping[fx.Node, Option]) -> dict[fx.Node, Option]:
-    """The options of the program's own nodes: peeling adds some, and copies all."""
+    """Returns the options of the program's own nodes: peeling adds some, and copies all."""
     named = {node.name: option for node, option in placed.items()}
     return {node: named[node.name] for node in program.graph.nodes if node.name in named}

@@ -66,12 +66,12 @@ _Solutions = dict[tuple[States, States], tuple[float, tuple[int, ...]] | None]
 
 
 def cheapest(problem: Problem) -> tuple[int, ...] | None:
-    """The cheapest option of each node; None where there is no choice."""
+    """Returns the cheapest option of each node; None where there is no choice."""
     return minimum(problem) if len(problem.costs) < _WORTHWHILE else collapsed(problem)
 
 
 def collapsed(problem: Problem) -> tuple[int, ...] | None:
-    """`cheapest` segment by segment, however small the problem is."""
+    """Computes `cheapest` segment by segment, however small the problem is."""
     crossings = _cuts(problem)
     edges = [0, *crossings, len(problem.costs)]
     # Solutions are kept for one problem alone: across problems equal numbers would stand for other placements.
@@ -151,7 +151,7 @@ def _extended(
     table: _Solutions,
     reached: Mapping[States, tuple[float, States, tuple[int, ...]]],
 ) -> dict[States, tuple[float, States, tuple[int, ...]]]:
-    """The shortest paths to the cut behind a segment, from those to the cut before it."""
+    """Returns the shortest paths to the cut behind a segment, from those to the cut before it."""
     paths: dict[States, tuple[float, States, tuple[int, ...]]] = {}
     ends = list(product(*(states for _, states in step.segment.leaving)))
     for state, (cost, _, _) in reached.items():
@@ -170,7 +170,7 @@ def _extended(
 
 
 def _between(segment: _Segment, entry: States, end: States) -> tuple[float, tuple[int, ...]] | None:
-    """The least cost of a segment between two states, and the options of its nodes."""
+    """Returns the least cost of a segment between two states, and the options of its nodes."""
     problem = segment.problem
     allowed: dict[int, tuple[int, ...]] = {}
     paid: set[Conversion] = set()
@@ -203,7 +203,7 @@ def _between(segment: _Segment, entry: States, end: States) -> tuple[float, tupl
 
 
 def _cuts(problem: Problem) -> dict[int, tuple[_Crossing, ...]]:
-    """Positions to cut before, with what crosses there: where the states are fewest, well apart."""
+    """Returns positions to cut before, with what crosses there: where the states are fewest, well apart."""
     crossings = {}
     known: dict[tuple[Place, int], States] = {}
     spans: dict[Place, _Spans] = {}
@@ -227,7 +227,7 @@ def _cuts(problem: Problem) -> dict[int, tuple[_Crossing, ...]]:
 
 
 def _open_values(problem: Problem) -> Iterator[tuple[int, list[tuple[Place, list[Use]]]]]:
-    """For each position the values that are made before it and used at or behind it, if they are few.
+    """Yields for each position the values that are made before it and used at or behind it, if they are few.
 
     Left out are values of one placement in which all users want them.
     """
@@ -261,7 +261,7 @@ def _states(
     uses: Sequence[Use],
     position: int,
 ) -> States:
-    """The states of a value at a cut, by all its uses in order; they change where one of them lies between."""
+    """Returns the states of a value at a cut, by all its uses in order; they change where one of them lies between."""
     value, end = uses[0].value, len(problem.costs)
     if value not in users:
         users[value] = [end if use.user is None else use.user for use in uses]
@@ -283,7 +283,7 @@ def _spans_of(uses: Sequence[Use]) -> _Spans:
 
 
 def _states_of(placements: Sequence[int], spans: _Spans, count: int) -> Iterator[State]:
-    """What uses on both sides of the cut, which `count` of them are before, would pay may be paid for."""
+    """Yields the states at a cut behind `count` uses: what uses on both sides would pay may be paid."""
     for placement in placements:
         both = (
             target for (source, target), (first, last) in spans.items() if source == placement and first < count <= last

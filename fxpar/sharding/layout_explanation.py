@@ -83,7 +83,7 @@ def followed(program: Program, axis: str, node: fx.Node, placed: Mapping[fx.Node
 
 
 def reason_of(choice: Choice, node: fx.Node) -> str:
-    """Why a node has its option, in a few words."""
+    """Returns why a node has its option, in a few words."""
     pin, option = choice.pins.get(node), choice.chosen[node]
     if pin is not None:
         return pin.origin
@@ -99,7 +99,7 @@ def reason_of(choice: Choice, node: fx.Node) -> str:
 
 
 def compared(choice: Choice, node: fx.Node) -> list[tuple[Placement, ...]]:
-    """What else the outputs of a node may be, by its own operation."""
+    """Returns what else the outputs of a node may be, by its own operation."""
     mine = choice.chosen[node].outputs
     return list(dict.fromkeys(o.outputs for o in choice.options.of[node] if o.outputs != mine))
 
@@ -123,7 +123,7 @@ Ends = Mapping[Value, tuple[Placement, ...]]
 
 
 def blocked(options: AxisOptions, prices: Prices, ends: Ends, node: fx.Node, outputs: tuple[Placement, ...]) -> str:
-    """What stops a node from having these outputs; empty where every operation that uses them has an option for them.
+    """Returns what stops a node from having these outputs; empty where each user has an option for them.
 
     Each operation is asked for itself: that all of them agree, the solver alone can tell.
     """
@@ -147,7 +147,7 @@ def _becomes(prices: Prices, value: Value, source: Placement, target: Placement)
 
 
 def _uses(value: Value) -> Iterator[tuple[fx.Node, int]]:
-    """The operations that take a value, and as which operand."""
+    """Yields the operations that take a value, and as which operand."""
     for user in value[0].users:
         taking = list(user.users) if user.target is operator.getitem else [user]
         for other in taking if value_of(user) == value or user.target is not operator.getitem else ():

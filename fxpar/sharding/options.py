@@ -47,7 +47,7 @@ Rows = Mapping[fx.Node, list[tuple[Placement | None, ...]]]
 
 
 def tokens_of(program: Program, owned: Sequence[fx.Node]) -> tuple[dict[tuple[fx.Node, int], str], Weights]:
-    """The dimensions that stand for tokens, with the reason, and the weights.
+    """Returns the dimensions that stand for tokens, with the reason, and the weights.
 
     What is made from learned queries is no weight but an activation, before it meets any input too.
 
@@ -72,7 +72,7 @@ def tokens_of(program: Program, owned: Sequence[fx.Node]) -> tuple[dict[tuple[fx
 
 
 def token_rows(program: Program, weights: Weights) -> Rows:
-    """Where the inputs' tokens are."""
+    """Returns where the inputs' tokens are."""
     rows: dict[fx.Node, list[tuple[Placement | None, ...]]] = {}
     for item in program.inputs:
         node = program.node(item.node)
@@ -87,7 +87,7 @@ def token_rows(program: Program, weights: Weights) -> Rows:
 def _spread(
     source: fx.Node, placement: Placement, weights: Weights
 ) -> tuple[dict[fx.Node, tuple[Placement | None, ...]], bool]:
-    """Where a dimension of an input goes, and whether it is a row of a product with a matrix on the way."""
+    """Returns where a dimension of an input goes, and whether it is a row of a product with a matrix on the way."""
     reached: dict[fx.Node, tuple[Placement | None, ...]] = {source: (placement,)}
     are_rows = False
     for node in source.graph.nodes:
@@ -111,7 +111,7 @@ def _spread(
 
 
 def _after(node: fx.Node, cut: Placement, step: PropagationStep) -> tuple[Placement | None, ...]:
-    """What an operation makes of a cut. One that needs the dimension whole keeps it where it has as many dimensions."""
+    """Returns what an operation makes of a cut; one that needs the dimension whole may keep its place."""
     kinds = output_types(node)
     if not isinstance(step.signature, Refusal):
         return tuple(p if p.is_shard else None for p in step.signature.outputs)
@@ -122,7 +122,7 @@ def _after(node: fx.Node, cut: Placement, step: PropagationStep) -> tuple[Placem
 
 
 def _is_row(node: fx.Node, index: int, step: PropagationStep, weights: Weights) -> bool:
-    """Whether a cut of operand `index` is one of rows: of a product with a matrix that stays whole."""
+    """Returns whether a cut of operand `index` is one of rows: of a product with a matrix that stays whole."""
     signature = step.signature
     if not step.is_sum or node in weights or isinstance(signature, Refusal) or not signature.outputs[0].is_shard:
         return False
@@ -133,7 +133,7 @@ def _is_row(node: fx.Node, index: int, step: PropagationStep, weights: Weights) 
 
 
 def token_reason(node: fx.Node, dim: int, weights: Weights, rows: Rows) -> str:
-    """Why a dimension of a parameter stands for tokens; empty where it does not."""
+    """Returns why a dimension of a parameter stands for tokens; empty where it does not."""
     trail = Trail()
     trail.seen[node] = (shard(dim, tensor_type(node).shape[dim]),)
     trail.weights.add(node)
@@ -162,7 +162,7 @@ def token_reason(node: fx.Node, dim: int, weights: Weights, rows: Rows) -> str:
 
 
 def _meets(rows: Rows, user: fx.Node, outputs: tuple[Placement, ...]) -> bool:
-    """Whether an input's tokens are what is cut."""
+    """Returns whether an input's tokens are what is cut."""
     pairs = [pair for known in rows.get(user, ()) for pair in zip(outputs, known, strict=False)]
     return any(other is not None and _is_same_factor(cut, other) for cut, other in pairs)
 
@@ -172,7 +172,7 @@ def _is_same_factor(cut: Placement, other: Placement) -> bool:
 
 
 def _becomes_rows(trail: Trail, current: fx.Node, user: fx.Node, weights: Weights, rows: Rows) -> bool:
-    """Whether a product takes the cut for rows, other than heads of one matrix or features between tokens."""
+    """Returns whether a product takes the cut for rows, other than heads of one matrix or features between tokens."""
     placements = trail.seen[current]
     if user.target is operator.getitem or not placements[0].is_shard or (trail.role == "column" and trail.factored):
         return False
@@ -184,7 +184,7 @@ def _becomes_rows(trail: Trail, current: fx.Node, user: fx.Node, weights: Weight
 
 
 def _sums_tokens(user: fx.Node, index: int, rows: Rows) -> bool:
-    """Whether what a product sums of an operand are tokens."""
+    """Returns whether what a product sums of an operand are tokens."""
     rule, call = rule_of(user.target), call_of(user, 1)
     labelling = rule.labels(call) if rule is not None and rule.labels is not None else None
     if not isinstance(labelling, Labelling):
@@ -195,7 +195,7 @@ def _sums_tokens(user: fx.Node, index: int, rows: Rows) -> bool:
 
 
 def _is_sum_with_others(trail: Trail, user: fx.Node, weights: Weights) -> bool:
-    """Whether an operation, no product, joins the values of a feature with others: what those are, this one is too."""
+    """Returns whether an operation other than a product joins the values of a feature with others and is as these."""
     others = [o for o in weights.operands(user) if o not in trail.seen and o not in weights]
     rule = rule_of(user.target)
     labelling = rule.labels(call_of(user, 1)) if rule is not None and rule.labels is not None else None
@@ -223,7 +223,7 @@ def demanded_by(node: fx.Node, n: int) -> Signature:
 
 
 def without_demand(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """What such an operation is to other axes, over what a rank has: an operation of torch, and its arguments.
+    """Returns what such an operation is to other axes, over what a rank has: an operation of torch, and its arguments.
 
     What moves tokens between ranks is no operation of torch on one of them: it stays.
     """
@@ -237,7 +237,7 @@ def without_demand(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 def held_over(program: Program, axis: str) -> dict[fx.Node, int]:
-    """Parameters whose first dimension the axis cuts, as what is made of each alone demands it."""
+    """Returns parameters whose first dimension the axis cuts, as what is made of each alone demands it."""
     dims: dict[fx.Node, int] = {}
     for node in program.graph.nodes:
         if node.target is shard_over and demands(node, axis):
@@ -297,15 +297,15 @@ class AxisOptions:
     headed: dict[fx.Node, int] = field(default_factory=dict)
 
     def carries(self, value: Value) -> bool:
-        """Whether a gradient flows through a value."""
+        """Returns whether a gradient flows through a value."""
         return self.flags[value[0]][value[1]]
 
     def placements(self, value: Value) -> tuple[Placement, ...]:
-        """What a value may be."""
+        """Returns what a value may be."""
         return tuple(dict.fromkeys(option.outputs[value[1]] for option in self.of[value[0]]))
 
     def token_cut(self, value: Value) -> Placement | None:
-        """The cut of an activation over its tokens, where exactly one dimension is theirs."""
+        """Returns the cut of an activation over its tokens, where exactly one dimension is theirs."""
         if not self.shared or value[0] in self.weights:
             return None
         shape = output_types(value[0])[value[1]].shape
@@ -314,7 +314,7 @@ class AxisOptions:
         return shard(dims[0], shape[dims[0]]) if len(dims) == 1 and shape[dims[0]] in self.shared else None
 
     def is_token_cut(self, value: Value, placement: Placement) -> bool:
-        """Whether a shard of an activation is one of its tokens, also of tokens that a view joined to the batch."""
+        """Returns whether a shard of an activation is one of its tokens, also where a view joined them to the batch."""
         is_one = placement.is_shard and value[0] not in self.weights
         return is_one and self._is_shared(output_types(value[0])[value[1]].shape[placement.dim])
 
@@ -323,7 +323,7 @@ class AxisOptions:
 
 
 def value_of(node: fx.Node) -> Value:
-    """The tensor that an operand stands for."""
+    """Returns the tensor that an operand stands for."""
     if node.target is operator.getitem:
         source, index = node.args
         assert isinstance(source, fx.Node)
@@ -343,7 +343,7 @@ def list_options(
     data_parallel: bool = False,
     axis: str = "",
 ) -> AxisOptions:
-    """The options of every node.
+    """Returns the options of every node.
 
     Args:
         pins: placements of parameters that are decided.
@@ -397,7 +397,7 @@ def list_options(
 
 
 def _tables(graph: fx.Graph, tokens: Mapping[tuple[fx.Node, int], str]) -> set[fx.Node]:
-    """Parameters with tokens, and what is made of one of them alone."""
+    """Returns parameters with tokens, and what is made of one of them alone."""
     tables = {node for node, _ in tokens}
     for node in graph.nodes:
         if node.op == "call_function" and len(operands(node)) == 1 and operands(node)[0] in tables:
@@ -406,7 +406,7 @@ def _tables(graph: fx.Graph, tokens: Mapping[tuple[fx.Node, int], str]) -> set[f
 
 
 def _offered(options: AxisOptions, node: fx.Node, cuts: list[Placement]) -> tuple[Placement, ...]:
-    """What a parameter may be. A vocabulary that can be cut is: one value for each token decides what it costs."""
+    """Returns what a parameter may be; a vocabulary that can be cut is, as one value a token decides its cost."""
     return tuple(cuts) if any(_is_vocabulary(options, node, cut) for cut in cuts) else (I, *cuts)
 
 
@@ -420,7 +420,7 @@ def _why(options: AxisOptions, node: fx.Node, cut: Placement) -> str:
 
 
 def _cuts(options: AxisOptions, node: fx.Node) -> list[Placement]:
-    """For each dimension the simplest cut that no view or split behind it tears.
+    """Returns for each dimension the simplest cut that no view or split behind it tears.
 
     Weights of attention are cut between heads or not at all: their other dimension, which is summed, is only cut where
     the heads are divided plainly.
@@ -474,13 +474,13 @@ def _add_met(options: AxisOptions, node: fx.Node, dim: int, cuts: list[Placement
 
 
 def _has_head_dim(options: AxisOptions, node: fx.Node, cuts: list[Placement]) -> bool:
-    """Whether a weight of three dimensions or more has its heads in one of their own, and that can be cut."""
+    """Returns whether a weight of three dimensions or more has its heads in one of their own, and that can be cut."""
     is_stacked = len(output_types(node)[0].shape) > 2
     return is_stacked and any(options.trails[node, cut].role == "column" for cut in cuts)
 
 
 def _keep_attention_whole(options: AxisOptions, free: dict[fx.Node, list[Placement]]) -> None:
-    """Where n does not divide the heads of one matrix, those that take part in its attention stay whole too.
+    """Keeps all matrices of an attention whole where n does not divide the heads of one of them.
 
     A single head is no such case: every rank has it.
     """
@@ -497,7 +497,7 @@ def _keep_attention_whole(options: AxisOptions, free: dict[fx.Node, list[Placeme
 
 
 def _question(options: AxisOptions, node: fx.Node, inputs: list[Value]) -> Hashable:
-    """All that `_signatures` is told of a node."""
+    """Returns all that `_signatures` is told of a node."""
     flags = tuple(options.carries(value) for value in inputs), options.flags[node], node in options.products
     layouts = tuple(
         (options.placements(value), options.token_cut(value), value[0] in options.weights) for value in inputs

@@ -53,23 +53,23 @@ def candidates(node: fx.Node, dim: int, n: int, weights: Weights) -> Iterator[Pl
 
 
 def _stays(node: fx.Node, padded: Placement, n: int, weights: Weights) -> bool:
-    """Whether a padded cut is neither summed nor refused on the way."""
+    """Returns whether a padded cut is neither summed nor refused on the way."""
     trail = follow(node, padded, n, weights)
     return trail.role != "row" and not trail.refused
 
 
 def segments(dim: int, edges: list[int]) -> Placement:
-    """The cut of each of the segments between the edges, both ends included."""
+    """Returns the cut of each of the segments between the edges, both ends included."""
     return Placement("S", dim, pieces_of([Piece(1, b - a) for a, b in pairwise(edges)]))
 
 
 def alone(dim: int, lengths: list[int], index: int, piece: Piece) -> Placement:
-    """One segment cut, the others whole."""
+    """Returns one segment cut, the others whole."""
     return Placement("S", dim, pieces_of([piece if i == index else Piece(1, k, False) for i, k in enumerate(lengths)]))
 
 
 def cut_points(node: fx.Node, dim: int, weights: Weights) -> list[int]:
-    """Positions at which splits and slices downstream cut the dimension, in order, those of parts of parts included."""
+    """Returns the positions at which splits and slices downstream cut the dimension, parts of parts too, in order."""
     size = tensor_type(node).shape[dim]
     if not isinstance(size, int):
         return []
@@ -88,7 +88,7 @@ def cut_points(node: fx.Node, dim: int, weights: Weights) -> list[int]:
 
 
 def _edges(node: fx.Node, placement: Placement, size: int, weights: Weights) -> Iterator[int]:
-    """Positions inside a part of `size` elements at which values that hold nothing else are cut."""
+    """Yields positions inside a part of `size` elements at which values that hold nothing else are cut."""
     for value, placements in follow(node, placement, 1, weights).seen.items():
         piece = placements[0].piece
         if len(placements) > 1 or piece is None or piece.outer != 1:
@@ -102,7 +102,7 @@ def _edges(node: fx.Node, placement: Placement, size: int, weights: Weights) -> 
 
 
 def met_cut(node: fx.Node, dim: int, weights: Weights) -> Placement | None:
-    """The segments of what a parameter's dimension is summed with, where a concatenation made that of parts."""
+    """Returns the segments of what a parameter's dimension is summed with, where a concatenation made that of parts."""
     size = tensor_type(node).shape[dim]
     trail = follow(node, shard(dim, size), 1, weights)
     if trail.role != "row" or trail.product is None or not isinstance(size, int):
@@ -128,7 +128,7 @@ def _summed_dim(node: fx.Node, index: int) -> int | None:
 
 
 def _joints(value: fx.Node, dim: int, offset: int) -> Iterator[int]:
-    """Where a concatenation joins parts of a dimension, seen through what is element-wise."""
+    """Yields where a concatenation joins parts of a dimension, seen through what is element-wise."""
     shape = output_types(value)[0].shape
     if value.target is _aten.cat.default:
         if int(bind_arguments(value).get("dim", 0)) % len(shape) != dim:
@@ -148,7 +148,7 @@ def _joints(value: fx.Node, dim: int, offset: int) -> Iterator[int]:
 
 
 def _cuts(user: fx.Node, dim: int) -> Iterator[int]:
-    """Positions at which one operation cuts a dimension."""
+    """Yields positions at which one operation cuts a dimension."""
     kinds = output_types(user)
     if user.target is _aten.slice.Tensor or str(user.target).startswith(("aten.split", "aten.chunk")):
         source = output_types(operands(user)[0])[0].shape
@@ -188,7 +188,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _is_fit(node: fx.Node, cut: Placement, weights: Weights, n: int) -> bool:
-    """Whether nothing tears the cut, and what ranks share of it are single heads."""
+    """Returns whether nothing tears the cut, and what ranks share of it are single heads."""
     if not fits(cut, tensor_type(node).shape, n):
         return False
     trail = follow(node, cut, n, weights)
@@ -201,7 +201,7 @@ def _is_fit(node: fx.Node, cut: Placement, weights: Weights, n: int) -> bool:
 
 
 def _segmented(node: fx.Node, dim: int, weights: Weights, n: int) -> Iterator[Placement]:
-    """The segments at which splits downstream cut the dimension, some of them in equal parts, shared or whole."""
+    """Yields segments at which splits downstream cut the dimension, some in equal parts, shared or whole."""
     size = tensor_type(node).shape[dim]
     edges = cut_points(node, dim, weights)
     if n == 1 or not edges or not isinstance(size, int):
@@ -225,7 +225,7 @@ def _segmented(node: fx.Node, dim: int, weights: Weights, n: int) -> Iterator[Pl
 
 
 def heads_of(node: fx.Node, cut: Placement, weights: Weights) -> Size:
-    """How many heads the first view of the products makes of what is cut; 0 where none makes any."""
+    """Returns how many heads the first view of the products makes of what is cut; 0 where none makes any."""
     trail = follow(node, cut, 1, weights)
     for value, placements in trail.seen.items():
         for user in value.users:
@@ -238,7 +238,7 @@ def heads_of(node: fx.Node, cut: Placement, weights: Weights) -> Size:
 
 
 def splits(user: fx.Node, value: fx.Node, placement: Placement, weights: Weights) -> int | None:
-    """Where a view of an activation makes several dimensions of the one that is cut: the first of them."""
+    """Returns where a view of an activation makes several dimensions of the one that is cut: the first of them."""
     if user.op != "call_function" or user in weights or operands(user) != [value] or not placement.is_shard:
         return None
     kinds = output_types(user)
@@ -251,7 +251,7 @@ def splits(user: fx.Node, value: fx.Node, placement: Placement, weights: Weights
 
 
 def met_heads(trails: Sequence[Trail], weights: Weights) -> bool:
-    """Whether views took one of the cuts apart, or it met a product of activations inside of heads."""
+    """Returns whether views took one of the cuts apart, or it met a product of activations inside of heads."""
     for trail in trails:
         for value, placements in trail.seen.items():
             if any(splits(user, value, placements[0], weights) is not None for user in value.users):
@@ -262,7 +262,7 @@ def met_heads(trails: Sequence[Trail], weights: Weights) -> bool:
 
 
 def farthest(trails: Sequence[Trail]) -> tuple[fx.Node, Refusal]:
-    """What stopped the cut between heads that came farthest: it stops all the others too.
+    """Returns what stopped the cut between heads that came farthest: it stops all the others too.
 
     Args:
         trails: of which each is torn or refused somewhere.
@@ -275,7 +275,7 @@ def farthest(trails: Sequence[Trail]) -> tuple[fx.Node, Refusal]:
 
 
 def natural_cut(node: fx.Node, dim: int, weights: Weights) -> tuple[Placement, Trail]:
-    """The simplest cut that the shapes alone do not tear, were every division even; and where it goes."""
+    """Returns the simplest cut that the shapes alone do not tear, were every division even; and where it goes."""
     for cut in candidates(node, dim, 1, weights):
         trail = follow(node, cut, 1, weights)
         if not trail.torn:
@@ -284,6 +284,6 @@ def natural_cut(node: fx.Node, dim: int, weights: Weights) -> tuple[Placement, T
 
 
 def shares_attention(trail: Trail, other: Trail) -> bool:
-    """Whether the products of a matrix meet where the cut of another one goes."""
+    """Returns whether the products of a matrix meet where the cut of another one goes."""
     met = {operand for node in trail.products for operand in operands(node)}
     return not other.seen.keys().isdisjoint({*met, *trail.seen})

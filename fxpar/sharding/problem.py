@@ -67,7 +67,7 @@ class Prices:
         }
 
     def bytes_of(self, value: Value) -> float:
-        """Size of the whole value at reference sizes."""
+        """Returns the size of the whole value at reference sizes."""
         node, index = value
         kind = output_types(node)[index]
         matrix = node in self.options.weights and is_matrix(kind)
@@ -76,7 +76,7 @@ class Prices:
         return float(count) * kind.dtype.itemsize * self._scale**widths
 
     def terms(self, node: fx.Node, option: Option) -> Mapping[str, float]:
-        """Seconds of a node under an option, by what takes them."""
+        """Returns seconds of a node under an option, by what takes them."""
         n = self.options.n
         terms = {}
         if node in self._flops:
@@ -95,7 +95,7 @@ class Prices:
         return terms
 
     def _accesses(self, value: Value, placement: Placement) -> float:
-        """Seconds in which an activation is stored and read, and its gradient.
+        """Returns seconds in which an activation is stored and read, and its gradient.
 
         A cut over tokens is the means to save them. One over features saves as much where matrices make it, but is no
         reason to choose it: streams would be cut and gathered again for every norm.
@@ -104,7 +104,7 @@ class Prices:
         return access_seconds(self.bytes_of(value), share, self.cost)
 
     def node(self, node: fx.Node, option: Option) -> float:
-        """Seconds of a node under an option, ties included."""
+        """Returns seconds of a node under an option, ties included."""
         seconds = sum(self.terms(node, option).values())
         for index, (placement, carries) in enumerate(zip(option.outputs, self.options.flags[node], strict=True)):
             if carries:
@@ -114,19 +114,19 @@ class Prices:
         return seconds
 
     def told_of(self, node: fx.Node) -> Hashable:
-        """All of a node that the prices of its options depend on."""
+        """Returns all of a node that the prices of its options depend on."""
         is_weight, is_placed = node in self.options.weights, node.op == "placeholder"
         flops, flags = self._flops.get(node), self.options.flags[node]
         return output_types(node), flags, flops, node in self._stored, is_weight, is_placed
 
     def told(self, value: Value) -> Hashable:
-        """All of a value that the price of its conversions depends on."""
+        """Returns all of a value that the price of its conversions depends on."""
         node, index = value
         origin = node in self.options.weights, node in self.options.tables, node.op == "placeholder"
         return output_types(node)[index], self.options.carries(value), origin, value in self.options.demanded
 
     def conversion(self, value: Value, source: Placement, target: Placement) -> float | None:
-        """Seconds of a conversion, forward and backward; None where it is not offered.
+        """Returns seconds of a conversion, forward and backward; None where it is not offered.
 
         Not offered: gathering what a parameter's shards make, or cutting a whole matrix (both belong to sharded
         optimizers); and, but where the program itself demands a cut, shards cut anew and partial sums that become
@@ -168,12 +168,12 @@ class Prices:
 
 
 def is_matrix(kind: TensorType) -> bool:
-    """Whether a weight has two dimensions or more; those of size 1 do not count."""
+    """Returns whether a weight has two dimensions or more; those of size 1 do not count."""
     return len([size for size in kind.shape if size != 1]) > 1
 
 
 def reference_sizes(program: Program) -> dict[str, int]:
-    """Values of the symbols at which layouts are compared: the first is a batch, others are lengths."""
+    """Returns values of the symbols at which layouts are compared: the first is a batch, others are lengths."""
     sizes = {}
     for index, symbol in enumerate(program.symbols):
         # Fixed, and not the example's: a module's layouts must not depend on the batch that it was made with.
@@ -183,7 +183,7 @@ def reference_sizes(program: Program) -> dict[str, int]:
 
 
 def common_width(program: Program) -> int:
-    """The commonest size of a dimension of the parameters with two or more."""
+    """Returns the commonest size of a dimension of the parameters with two or more."""
     counts: Counter[int] = Counter()
     for parameter in program.parameters:
         shape = parameter.type.shape
@@ -234,7 +234,7 @@ class Problem:
     uses: tuple[Use, ...]
 
     def placements(self, value: Place) -> tuple[int, ...]:
-        """What a value may be."""
+        """Returns what a value may be."""
         return tuple(dict.fromkeys(option[value[1]] for option in self.outputs[value[0]]))
 
 
@@ -256,7 +256,7 @@ class Given:
 def problem_of(
     graph: fx.Graph, options: AxisOptions, prices: Prices, ends: Mapping[Value, tuple[Placement, ...]]
 ) -> tuple[list[fx.Node], Problem]:
-    """The nodes in the order of their positions, and the problem.
+    """Returns the nodes in the order of their positions, and the problem.
 
     Parameters and inputs stand right before their first user, so that what belongs together stands together.
     """
@@ -298,7 +298,7 @@ class _Writer:
         return self._numbers.setdefault(placement, len(self._numbers))
 
     def use(self, node: fx.Node, index: int, value: Value) -> _Wanted:
-        """What a node's options want of its operand `index`."""
+        """Returns what a node's options want of its operand `index`."""
         of = self.options.of
         key = self.prices.told(value), id(of[value[0]]), value[1], id(of[node]), index
         if key not in self._uses:
@@ -309,7 +309,7 @@ class _Writer:
         return self._uses[key]
 
     def written(self, value: Value, targets: Mapping[Placement, list[int]]) -> _Wanted:
-        """What is wanted of a value: for each placement, the options that want it."""
+        """Returns what is wanted of a value: for each placement, the options that want it."""
         offered, traits = [], self.prices.told(value)
         for source in self.options.placements(value):
             for target in targets:
@@ -322,7 +322,7 @@ class _Writer:
         return tuple((self._number(placement), tuple(users)) for placement, users in targets.items()), tuple(offered)
 
     def costs(self, node: fx.Node) -> tuple[float, ...]:
-        """Seconds of each option of a node."""
+        """Returns seconds of each option of a node."""
         options = self.options.of[node]
         key = self.prices.told_of(node), id(options)
         if key not in self._costs:
@@ -346,7 +346,7 @@ def _ordered(graph: fx.Graph, options: AxisOptions) -> list[fx.Node]:
 
 
 def cost_of(problem: Problem, picks: Sequence[int], constraints: Given | None = None) -> float:
-    """Seconds of a choice of one option for each node."""
+    """Returns seconds of a choice of one option for each node."""
     constraints = constraints or Given()
     total = sum(costs[pick] for costs, pick in zip(problem.costs, picks, strict=True))
     paid = set(constraints.paid)
@@ -382,7 +382,7 @@ class _MilpBuilder:
         return len(self.costs) - 1
 
     def row(self, ones: Sequence[int], others: Sequence[int], lower: float, upper: float) -> None:
-        """The sum of some variables less that of others."""
+        """Bounds the sum of some variables less that of others."""
         self.rows += [len(self.lower)] * (len(ones) + len(others))
         self.columns += [*ones, *others]
         self.factors += [1.0] * len(ones) + [-1.0] * len(others)
@@ -391,7 +391,7 @@ class _MilpBuilder:
 
 
 def minimum(problem: Problem, constraints: Given | None = None) -> tuple[int, ...] | None:
-    """The cheapest option of each node; None where there is no choice."""
+    """Returns the cheapest option of each node; None where there is no choice."""
     constraints, model = constraints or Given(), _MilpBuilder()
     picks: list[dict[int, int]] = []
     for node, costs in enumerate(problem.costs):
@@ -417,7 +417,7 @@ def _connect(
     conversions: dict[Conversion, int],
     use: Use,
 ) -> bool:
-    """The flows of one use; False where nothing the value may be can become what is wanted."""
+    """Adds the flows of one use; returns False where the value can become nothing that is wanted."""
     node, index = use.value
     makers: dict[int, list[int]] = defaultdict(list)
     for option, column in picks[node].items():
@@ -453,7 +453,7 @@ def _connect(
 
 
 def _solved(model: _MilpBuilder) -> np.ndarray | None:
-    """Values of the variables at the minimum; None where there is no solution."""
+    """Returns values of the variables at the minimum; None where there is no solution."""
     shape = (len(model.lower), len(model.costs))
     matrix = csr_array((model.factors, (model.rows, model.columns)), shape=shape)
     # Microseconds: the solver's tolerances are absolute.

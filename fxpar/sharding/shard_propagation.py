@@ -105,12 +105,12 @@ class PropagationNode:
 
     @cached_property
     def question(self) -> Hashable:
-        """What rules are told of it."""
+        """Returns what rules are told of it."""
         return question(self.node)
 
     @cached_property
     def view(self) -> tuple[Shape, Shape] | None:
-        """The shapes before and after, where it makes one tensor of one, with as many elements."""
+        """Returns the shapes before and after, where it makes one tensor of one, with as many elements."""
         if len(self.inputs) != 1:
             return None
         before, after = output_types(self.inputs[0])[0].shape, output_types(self.node)[0].shape
@@ -169,18 +169,18 @@ class Weights(set[fx.Node]):
         self.rests: dict[tuple[fx.Node, tuple[Placement, ...], int], _Rest] = {}
 
     def operation(self, node: fx.Node) -> PropagationNode:
-        """What trails learnt of an operation."""
+        """Returns what trails learnt of an operation."""
         operation = self.operations.get(node)
         if operation is None:
             operation = self.operations[node] = PropagationNode(node)
         return operation
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
-        """The tensor operands of an operation."""
+        """Returns the tensor operands of an operation."""
         return self.operation(node).inputs
 
     def placement(self, placement: Placement) -> Placement:
-        """The first placement that is equal."""
+        """Returns the first placement that is equal."""
         return self.placements.setdefault(placement, placement)
 
 
@@ -275,14 +275,14 @@ def advance(
 
 
 def _can_meet(cut: Placement, other: Placement) -> bool:
-    """Whether two cuts are the same, or one is a part that the ranks can take of the other's blocks."""
+    """Returns whether two cuts are the same, or one is a part that the ranks can take of the other's blocks."""
     if cut is other or cut == other:
         return True
     return (cut.is_shared or other.is_shared) and bool(coercion(cut, other) or coercion(other, cut))
 
 
 def _is_inside(current: fx.Node, user: fx.Node, placement: Placement, weights: Weights) -> bool:
-    """Whether a product of activations, batched by heads, takes the cut dimension for the features of a head."""
+    """Returns whether a product of activations, batched by heads, takes the cut for features of a head."""
     target, rank = user.target, len(output_types(current)[0].shape)
     inputs = weights.operands(user)
     if target is _aten.scaled_dot_product_attention.default:
@@ -295,7 +295,7 @@ def _is_inside(current: fx.Node, user: fx.Node, placement: Placement, weights: W
 
 
 def _is_inside_einsum(user: fx.Node, index: int, dim: int) -> bool:
-    """The same of an equation, whose labels may stand in any order: batch and heads are the labels that stay in both.
+    """Returns the same of an equation, in any order of labels: batch and heads are those that stay in both.
 
     Of a product without heads only what is summed is needed together.
     """
@@ -308,7 +308,7 @@ def _is_inside_einsum(user: fx.Node, index: int, dim: int) -> bool:
 
 
 def step_of(user: fx.Node, index: int, placement: Placement, n: int, weights: Weights) -> PropagationStep:
-    """What an operation makes of a shard of its operand `index`, over n ranks."""
+    """Returns what an operation makes of a shard of its operand `index`, over n ranks."""
     operation, key = weights.operation(user), (n, index, placement)
     step = operation.steps.get(key)
     if step is None:
@@ -331,7 +331,7 @@ def _judged(user: fx.Node, index: int, placement: Placement, n: int, weights: We
 
 
 def _note_product(trail: Trail, user: fx.Node, role: str, weights: Weights) -> None:
-    """The first product with an activation gives the role, else the first one (of two weights, of a table)."""
+    """Takes the role from the first product with an activation, else from the first one (of two weights, a table)."""
     if not trail.role or (trail.product in weights and user not in weights):
         trail.role, trail.product = role, user
     trail.products.append(user)
