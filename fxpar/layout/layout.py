@@ -96,12 +96,12 @@ class Piece:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the ranks' blocks differ and hold nothing else."""
+        """Returns whether the ranks' blocks differ and hold nothing else."""
         return self.sharded and self.copies == 1 and not self.padded and self.in_rank_order
 
     @property
     def in_rank_order(self) -> bool:
-        """Whether each rank's blocks are those of its number, counted from the start of each run."""
+        """Returns whether each rank's blocks are those of its number, counted from the start of each run."""
         return not self.reversed and not self.segments
 
     def __str__(self) -> str:
@@ -135,41 +135,41 @@ class Placement:
 
     @property
     def is_shard(self) -> bool:
-        """Whether the ranks hold blocks."""
+        """Returns whether the ranks hold blocks."""
         return self.kind == "S"
 
     @property
     def piece(self) -> Piece | None:
-        """The only piece of a shard without segments, else None."""
+        """Returns the only piece of a shard without segments, else None."""
         return self.pieces[0] if len(self.pieces) == 1 else None
 
     @property
     def is_shared(self) -> bool:
-        """Whether some elements are on several ranks."""
+        """Returns whether some elements are on several ranks."""
         return any(not piece.sharded or piece.copies > 1 for piece in self.pieces)
 
     @property
     def is_padded(self) -> bool:
-        """Whether ranks hold elements that are none of the value."""
+        """Returns whether ranks hold elements that are none of the value."""
         return any(piece.padded for piece in self.pieces)
 
     @property
     def in_rank_order(self) -> bool:
-        """Whether each rank's blocks are those of its number; true of what is no shard."""
+        """Returns whether each rank's blocks are those of its number; true of what is no shard."""
         return all(piece.in_rank_order for piece in self.pieces)
 
     def at(self, dim: int) -> Placement:
-        """The same cut on another dimension."""
+        """Returns the same cut on another dimension."""
         return replace(self, dim=dim)
 
     @property
     def plain(self) -> Placement:
-        """The same cut as values of the forward have it: of no summands, with whatever padding."""
+        """Returns the same cut as values of the forward have it: of no summands, with whatever padding."""
         return replace(self, partial=False, zeros=False) if self.partial or self.zeros else self
 
     @property
     def cut_text(self) -> str:
-        """The pieces, as `S(1: …)` shows them."""
+        """Returns the pieces, as `S(1: …)` shows them."""
         mark = "I" if self.reduced else "P" if self.partial else "0" if self.zeros else ""
         return " | ".join(str(p) for p in self.pieces) + (f"; {mark}" if mark else "")
 
@@ -189,12 +189,12 @@ V = Placement("V")
 
 
 def shard(dim: int, size: Size) -> Placement:
-    """The plain shard of a dimension of `size` elements: one contiguous block a rank."""
+    """Returns the plain shard of a dimension of `size` elements: one contiguous block a rank."""
     return Placement("S", dim, (Piece(1, size),))
 
 
 def padded_shard(dim: int, size: int, n: int) -> Placement:
-    """The shard of a vocabulary of `size` elements, padded to a multiple of 128·n (SPEC section 2.2).
+    """Returns the shard of a vocabulary of `size` elements, padded to a multiple of 128·n (SPEC section 2.2).
 
     Of a smaller one than that, and where nothing is padded, the plain shard or the least that is even.
     """
@@ -204,7 +204,7 @@ def padded_shard(dim: int, size: int, n: int) -> Placement:
 
 
 def fits(placement: Placement, shape: Sequence[Size], n: int) -> bool:
-    """Whether the shard covers its dimension of `shape` exactly and its blocks divide every sharded run."""
+    """Returns whether the shard covers its dimension of `shape` exactly and its blocks divide every sharded run."""
     return not placement.is_shard or _cuts(placement, tuple(shape), n)
 
 
@@ -223,7 +223,7 @@ def _cuts(placement: Placement, shape: tuple[Size, ...], n: int) -> bool:
 
 
 def _is_one_order(pieces: Sequence[Piece]) -> bool:
-    """Whether blocks that are not in the order of the ranks stand alone: one run of them, or its repetitions."""
+    """Returns whether blocks out of the order of ranks stand alone: one run of them, or its repetitions."""
     if all(piece.in_rank_order for piece in pieces) or len(pieces) == 1:
         return True
     return all(replace(piece, reversed=False).is_plain for piece in pieces)
@@ -270,11 +270,11 @@ class Layout:
 
     @staticmethod
     def of(placements: Mapping[str, Placement]) -> Layout:
-        """The layout with these placements, in this order."""
+        """Returns the layout with these placements, in this order."""
         return Layout(tuple(placements.items()))
 
     def on(self, axis: str) -> Placement:
-        """The placement on an axis.
+        """Returns the placement on an axis.
 
         Raises:
             KeyError: the axis is not in the layout.
@@ -285,7 +285,7 @@ class Layout:
         raise KeyError(axis)
 
     def with_(self, axis: str, placement: Placement) -> Layout:
-        """A copy with another placement on one axis, listed where it was."""
+        """Returns a copy with another placement on one axis, listed where it was."""
         return Layout.of({**dict(self.placements), axis: placement})
 
     def __iter__(self) -> Iterator[tuple[str, Placement]]:
@@ -307,7 +307,7 @@ _SEGMENTS = re.compile(r"(?:(.*?) x )?\((.*\|.*)\)$")
 
 
 def parse_placement(text: str, shape: Sequence[Size] | None) -> Placement:
-    """Inverse of `str(placement)`; `shape` is the global shape, which a plain shard leaves unsaid."""
+    """Returns the inverse of `str(placement)`; `shape` is the global shape, which a plain shard leaves unsaid."""
     text = text.strip()
     if text in ("I", "R", "P", "V"):
         return Placement(text)

@@ -34,7 +34,7 @@ def pieces_of(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
 
 
 def _merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """The pieces without those that are empty, and with neighbours of the same run as one piece."""
+    """Returns the pieces without those that are empty, and with neighbours of the same run as one piece."""
     merged: list[Piece] = []
     for piece in pieces:
         if piece.length == 0:
@@ -53,7 +53,7 @@ def _merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
 
 
 def _flattened(pieces: Sequence[Piece]) -> tuple[Piece, ...] | None:
-    """Cuts of which some are reversed, as the shortest list that they repeat and how often they do.
+    """Returns cuts of which some are reversed, as the shortest list that they repeat and how often they do.
 
     None where runs of segments are repeated a symbolic number of times beside other pieces: no such cut fits.
     """
@@ -76,7 +76,7 @@ _MOST_RUNS = 2**16
 
 
 def _unsegmented_runs(pieces: Sequence[Piece]) -> list[Piece] | None:
-    """The pieces run by run, without segments; those of a symbolic number of runs as they are.
+    """Returns the pieces run by run, without segments; those of a symbolic number of runs as they are.
 
     None of a symbolic number of segmented ones, and of more than any rank could take apart.
     """
@@ -97,7 +97,7 @@ def _unsegmented_runs(pieces: Sequence[Piece]) -> list[Piece] | None:
 
 
 def through_view(placement: Placement, source: Sequence[Size], target: Sequence[Size], n: int) -> Placement | None:
-    """The shard after a view from shape `source` to shape `target`; None where the view tears it.
+    """Returns the shard after a view from shape `source` to shape `target`; None where the view tears it.
 
     Row-major flattening turns the cut run into `outer × size` of the whole tensor; the dimension of `target` in
     which that run starts must hold it entirely. Sizes may be symbolic: what does not hold for all values is None.
@@ -166,7 +166,7 @@ def local_size(placement: Placement, n: int) -> Size:
 
 
 def peel(shape: Sequence[Size], placement: Placement, n: int) -> tuple[Size, ...]:
-    """The shape that an axis of n ranks leaves.
+    """Returns the shape that an axis of n ranks leaves.
 
     Raises:
         ValueError: n does not divide what the placement cuts.
@@ -179,7 +179,7 @@ def peel(shape: Sequence[Size], placement: Placement, n: int) -> tuple[Size, ...
 def peeled(
     shape: Sequence[Size], layout: Layout, axes: Mapping[str, int]
 ) -> Iterator[tuple[str, Placement, tuple[Size, ...]]]:
-    """Each axis from the outermost, its placement, and the shape that it sees."""
+    """Yields each axis from the outermost, its placement, and the shape that it sees."""
     seen = tuple(shape)
     for axis, placement in layout:
         yield axis, placement, seen
@@ -187,7 +187,7 @@ def peeled(
 
 
 def seen_by(layout: Layout, shape: Sequence[Size], axes: Mapping[str, int]) -> dict[str, tuple[Size, ...]]:
-    """The shape that each axis sees; where one does not divide what it cuts, those behind it see what it saw."""
+    """Returns the shape that each axis sees; behind one that does not divide its dimension nothing changes."""
     seen, shapes = tuple(shape), {}
     for axis, placement in layout:
         shapes[axis] = seen
@@ -197,7 +197,7 @@ def seen_by(layout: Layout, shape: Sequence[Size], axes: Mapping[str, int]) -> d
 
 
 def misfit(layout: Layout, shape: Sequence[Size], axes: Mapping[str, int]) -> str:
-    """The first axis that cannot cut what the axes before it leave of a shape; empty where all can.
+    """Returns the first axis that cannot cut what the axes before it leave of a shape; empty where all can.
 
     A dimension with padding is cut by one axis alone.
     """
@@ -211,7 +211,7 @@ def misfit(layout: Layout, shape: Sequence[Size], axes: Mapping[str, int]) -> st
 
 
 def local_shape(shape: Sequence[Size], layout: Layout, axes: Mapping[str, int]) -> tuple[Size, ...]:
-    """Shape of a rank's part, padding included: every axis of the layout peeled off.
+    """Returns the shape of a rank's part, padding included: every axis of the layout peeled off.
 
     Raises:
         ValueError: an axis does not divide what it cuts.
@@ -241,7 +241,7 @@ def swapped(outer: Placement, n: int, inner: Placement, m: int) -> tuple[Placeme
 
 
 def is_nested(outer: Placement, n: int, inner: Placement) -> bool:
-    """Whether some cut of `inner` is one of `outer`'s blocks: both cut the same factor."""
+    """Returns whether some cut of `inner` is one of `outer`'s blocks: both cut the same factor."""
     if not (outer.is_shard and inner.is_shard and outer.dim == inner.dim):
         return False
     pairs = [(x, y) for x, y in _aligned(outer, n, inner) if x.sharded and y.sharded]
@@ -249,7 +249,7 @@ def is_nested(outer: Placement, n: int, inner: Placement) -> bool:
 
 
 def _aligned(outer: Placement, n: int, inner: Placement) -> list[tuple[Piece, Piece]]:
-    """Both cuts in parts that speak of the same elements; empty where they fall apart otherwise.
+    """Returns both cuts in parts that speak of the same elements; empty where they fall apart otherwise.
 
     One with blocks that are not in the order of the ranks is taken as a whole, with another of a single piece.
     """
@@ -277,14 +277,14 @@ def _aligned(outer: Placement, n: int, inner: Placement) -> list[tuple[Piece, Pi
 
 
 def _one_run(cut: Placement) -> Piece | None:
-    """The cut as one piece: its only one, or runs of segments of which some are reversed."""
+    """Returns the cut as one piece: its only one, or runs of segments of which some are reversed."""
     if cut.in_rank_order or len(cut.pieces) == 1:
         return cut.piece
     return Piece(1, simplify(sum(piece.length for piece in cut.pieces)), segments=cut.pieces)
 
 
 def _head(piece: Piece, length: int, n: int = 0) -> tuple[Piece, Piece] | None:
-    """The first elements of a piece, and the others, cut between two runs.
+    """Returns the first elements of a piece, and the others, cut between two runs.
 
     Args:
         length: of the first part, as a rank of n holds it; of n = 0 the whole's.
@@ -299,7 +299,7 @@ def _head(piece: Piece, length: int, n: int = 0) -> tuple[Piece, Piece] | None:
 
 
 def _swap(x: Piece, n: int, y: Piece, m: int) -> tuple[Piece, Piece] | None:
-    """`swapped` for two pieces of the same elements."""
+    """Computes `swapped` for two pieces of the same elements."""
     if x.padded or y.padded:
         return None
     if not x.sharded:
@@ -327,7 +327,7 @@ def _swap(x: Piece, n: int, y: Piece, m: int) -> tuple[Piece, Piece] | None:
 
 
 def _to_front(entries: Sequence[Entry], index: int, axes: Mapping[str, int]) -> list[Entry] | None:
-    """The same layout with one of its axes listed first; None where the order has a meaning."""
+    """Returns the same layout with one of its axes listed first; None where the order has a meaning."""
     result = list(entries)
     for place in range(index, 0, -1):
         (outer, x), (inner, y) = result[place - 1], result[place]
@@ -339,7 +339,7 @@ def _to_front(entries: Sequence[Entry], index: int, axes: Mapping[str, int]) -> 
 
 
 def listed(layout: Layout, axes: Mapping[str, int], order: Sequence[str]) -> Layout | None:
-    """The same layout with its axes in a given order; None where no placements say the same in that order."""
+    """Returns the same layout with its axes in a given order; None where no placements say the same in that order."""
     if all(not placement.is_shard for _, placement in layout):
         return Layout(tuple((axis, layout.on(axis)) for axis in order))
     rest, ordered = list(layout), []
@@ -353,7 +353,7 @@ def listed(layout: Layout, axes: Mapping[str, int], order: Sequence[str]) -> Lay
 
 
 def spelled(layout: Layout, axes: Mapping[str, int]) -> Layout:
-    """The layout as it is written: nested axes behind those whose blocks they cut, else in the order of `axes`.
+    """Returns the layout as it is written: nested axes behind those whose blocks they cut, else in the order of `axes`.
 
     Args:
         axes: sizes of the mesh axes, the outermost first.
@@ -393,12 +393,12 @@ def _front(entries: Sequence[Entry], index: int, axes: Mapping[str, int]) -> lis
 
 
 def innermost(layout: Layout, axes: Mapping[str, int], names: Sequence[str]) -> Layout | None:
-    """The same layout with some axes listed last, in the order given; None where no placements say the same so."""
+    """Returns the layout with some axes listed last, in that order; None where no placements say the same."""
     return listed(layout, axes, [axis for axis, _ in layout if axis not in names] + list(names))
 
 
 def common_order(layouts: Sequence[Layout], axes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """An order in which all layouts can be listed: that of the mesh, else one of theirs; None where there is none."""
+    """Returns an order in which all layouts can be listed, the mesh's if possible; None where there is none."""
     orders = [tuple(axes), *(tuple(axis for axis, _ in layout) for layout in layouts)]
     for order in dict.fromkeys(orders):
         if all(listed(layout, axes, order) is not None for layout in layouts):
@@ -419,7 +419,7 @@ def joined(outer: Placement, n: int, inner: Placement) -> Placement | None:
 
 
 def joined_cut(layout: Layout, axes: Mapping[str, int], names: Sequence[str]) -> Placement | None:
-    """The cut of several axes that a layout lists last as one over all their ranks; None where it is none."""
+    """Returns the cut of several axes that a layout lists last as one over all their ranks; None where it is none."""
     cut, ranks = layout.on(names[0]), axes[names[0]]
     for axis in names[1:]:
         whole = joined(cut, ranks, layout.on(axis))

@@ -38,7 +38,7 @@ def _stride_frame(
 
 
 def strided_pieces(pieces: Sequence[Piece], start: Size, stop: Size, step: int, n: int) -> tuple[Piece, ...] | None:
-    """The pieces of every `step`-th element between two global positions.
+    """Returns the pieces of every `step`-th element between two global positions.
 
     None where the ranks would not pick the same positions of their blocks, or the sizes are not known.
     """
@@ -69,7 +69,7 @@ def local_bounds(pieces: Sequence[Piece], start: int, stop: int, step: int, n: i
 
 
 def slice_pieces(pieces: Sequence[Piece], start: Size, stop: Size) -> tuple[Piece, ...] | None:
-    """The pieces between two global positions; None where a position lies inside a sharded run.
+    """Returns the pieces between two global positions; None where a position lies inside a sharded run.
 
     Of symbolic positions also where it is not known on which side of the end of a piece they are.
     """
@@ -98,7 +98,7 @@ def slice_pieces(pieces: Sequence[Piece], start: Size, stop: Size) -> tuple[Piec
 
 
 def _later(a: Size, b: Size, of_two: Callable[[int, int], int] = max) -> Size | None:
-    """The later of two positions, or with `min` the earlier one; None where that is not known."""
+    """Returns the later of two positions, or with `min` the earlier one; None where that is not known."""
     difference = sign(simplify(a - b))
     if difference is None:
         return None
@@ -106,7 +106,7 @@ def _later(a: Size, b: Size, of_two: Callable[[int, int], int] = max) -> Size | 
 
 
 def local_position(pieces: Sequence[Piece], position: int, n: int) -> int:
-    """Where a global position between two runs lies in a rank's part."""
+    """Returns where a global position between two runs lies in a rank's part."""
     local = offset = 0
     for piece in pieces:
         length, size = int(piece.length), int(piece.size)
@@ -123,7 +123,7 @@ def local_position(pieces: Sequence[Piece], position: int, n: int) -> int:
 
 
 def block(whole: Tensor, placement: Placement, n: int, rank: int, sizes: Mapping[str, int] | None = None) -> Tensor:
-    """What rank `rank` of n holds of `whole`; the tensor itself where the placement is no shard. Padding is zero.
+    """Returns what rank `rank` of n holds of `whole`; all where the placement is no shard. Padding is zero.
 
     Args:
         sizes: values of the symbols that occur in the placement.
@@ -158,7 +158,7 @@ def _padded_block(part: Tensor, piece: Piece, dim: int, n: int, rank: int) -> Te
 
 
 def real_part(piece: Piece, n: int, rank: int) -> tuple[int, int]:
-    """First element and number of elements of a padded run that a rank holds besides its padding."""
+    """Returns the first element and number of elements of a padded run that a rank holds besides its padding."""
     size = int(piece.size)
     # Shared out as torch's Shard does it, rounded up. Each rank has its padding behind its own share.
     share = -(-size // n)
@@ -167,7 +167,7 @@ def real_part(piece: Piece, n: int, rank: int) -> tuple[int, int]:
 
 
 def whole(blocks: Sequence[Tensor], placement: Placement, sizes: Mapping[str, int] | None = None) -> Tensor:
-    """The inverse of `block`, from the blocks of all ranks in order."""
+    """Returns the inverse of `block`, from the blocks of all ranks in order."""
     if not placement.is_shard:
         return blocks[0]
     n, dim = len(blocks), placement.dim
@@ -194,7 +194,7 @@ def whole(blocks: Sequence[Tensor], placement: Placement, sizes: Mapping[str, in
 
 
 def without_padding(part: Tensor, layout: Layout, axes: Mapping[str, int], coordinates: Mapping[str, int]) -> Tensor:
-    """What a rank holds, less the padding behind it."""
+    """Returns what a rank holds, less the padding behind it."""
     for axis, placement in layout:
         for piece in placement.pieces:
             if piece.padded:
@@ -203,7 +203,7 @@ def without_padding(part: Tensor, layout: Layout, axes: Mapping[str, int], coord
 
 
 def counted(local: Tensor, placement: Placement, n: int, rank: int) -> list[Tensor]:
-    """The parts of a rank's block for which it stands: of what several ranks hold, the first of them."""
+    """Returns the parts of a rank's block for which it stands: of what several ranks hold, the first of them."""
     if not placement.is_shared:
         return [local]
     parts, start = [], 0
@@ -226,7 +226,7 @@ def local_block(
     coordinates: Mapping[str, int],
     sizes: Mapping[str, int] | None = None,
 ) -> Tensor:
-    """`block` on every axis of a layout."""
+    """Applies `block` on every axis of a layout."""
     for axis, placement in layout:
         whole_ = block(whole_, placement, axes[axis], coordinates[axis], sizes)
     return whole_
@@ -250,18 +250,18 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Where it is in the whole."""
+        """Returns where it is in the whole."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
     def within(self, part: Tensor) -> Tensor:
-        """The view of it in the part."""
+        """Returns the view of it in the part."""
         for dim, (start, size) in enumerate(zip(self.local, self.sizes, strict=True)):
             part = part.narrow(dim, start, size)
         return part
 
 
 def boxes(shape: Sequence[int], layout: Layout, axes: Mapping[str, int], coordinates: Mapping[str, int]) -> list[Box]:
-    """What a rank's part consists of, less the padding: the boxes with `stands` of all ranks fill the whole once."""
+    """Returns the boxes of a rank's part, less the padding: those with `stands` of all ranks fill the whole once."""
     dims = [_runs(dim, size, layout, axes, coordinates) for dim, size in enumerate(shape)]
     local_boxes = []
     for runs in itertools.product(*dims):
@@ -273,7 +273,7 @@ def boxes(shape: Sequence[int], layout: Layout, axes: Mapping[str, int], coordin
 def _runs(
     dim: int, size: int, layout: Layout, axes: Mapping[str, int], coordinates: Mapping[str, int]
 ) -> list[tuple[int, int, int, bool]]:
-    """The part of a dimension as runs of neighbours: start in the whole and in the part, length, `stands`."""
+    """Returns the part of a dimension as runs of neighbours: start in the whole and in the part, length, `stands`."""
     cuts = [(axis, placement) for axis, placement in layout if placement.is_shard and placement.dim == dim]
     if not cuts:
         return [(0, 0, size, True)]
@@ -297,7 +297,7 @@ def _runs(
 
 
 def part_shape(shape: Sequence[int], layout: Layout, axes: Mapping[str, int]) -> tuple[int, ...]:
-    """Shape of what every rank holds of a whole tensor, padding included."""
+    """Returns the shape of what every rank holds of a whole tensor, padding included."""
     return tuple(int(size) for size in local_shape(shape, layout, axes))
 
 

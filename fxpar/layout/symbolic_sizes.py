@@ -21,12 +21,12 @@ Size: TypeAlias = int | sympy.Expr
 
 @cache
 def symbol(name: str) -> sympy.Symbol:
-    """The positive integer symbol of that name."""
+    """Returns the positive integer symbol of that name."""
     return sympy.Symbol(name, integer=True, positive=True)
 
 
 def simplify(size: Size) -> Size:
-    """Expanded form; a plain int where no symbol is left."""
+    """Returns expanded form; a plain int where no symbol is left."""
     if isinstance(size, int):
         return size
     expanded = sympy.expand(size)
@@ -34,7 +34,7 @@ def simplify(size: Size) -> Size:
 
 
 def product(sizes: Iterable[Size]) -> Size:
-    """Product of sizes, 1 for none."""
+    """Returns the product of sizes, 1 for none."""
     return _product(tuple(sizes))
 
 
@@ -48,7 +48,7 @@ def _product(sizes: tuple[Size, ...]) -> Size:
 
 @lru_cache(maxsize=65536)
 def divide(size: Size, by: Size) -> Size | None:
-    """`size / by` where that is an integer for every value of the symbols, else None."""
+    """Returns `size / by` where that is an integer for every value of the symbols, else None."""
     if isinstance(size, int) and isinstance(by, int):
         return size // by if by != 0 and size % by == 0 else None
     quotient = sympy.cancel(sympy.sympify(size) / by)
@@ -61,7 +61,7 @@ def divide(size: Size, by: Size) -> Size | None:
 
 
 def sign(size: Size) -> int | None:
-    """1, 0 or -1 where the size has that sign for all values of the symbols, which are at least 1; else None.
+    """Returns 1, 0 or -1 where the size has that sign for all values of the symbols, which are at least 1; else None.
 
     A size with terms of one sign alone has that sign.
     """
@@ -76,7 +76,7 @@ def sign(size: Size) -> int | None:
 
 
 def evaluate(size: Size, values: Mapping[str, int]) -> int:
-    """The size for given values of the symbols."""
+    """Returns the size for given values of the symbols."""
     return size if isinstance(size, int) else _evaluate(size, tuple(values.items()))
 
 
@@ -90,7 +90,7 @@ def _evaluate(size: sympy.Expr, values: tuple[tuple[str, int], ...]) -> int:
 
 
 def names(sizes: Iterable[Size]) -> set[str]:
-    """Names of the symbols that occur."""
+    """Returns names of the symbols that occur."""
     return {str(s) for size in sizes if not isinstance(size, int) for s in size.free_symbols}
 
 
@@ -103,7 +103,7 @@ _OPERATIONS: Mapping[type[sympy.Basic], str] = {
 
 
 def last_operation(size: sympy.Expr) -> tuple[str, Size, Size] | None:
-    """The operation on two sizes whose result is `size`, a size that is neither a number nor a symbol.
+    """Returns the operation on two sizes whose result is `size`, a size that is neither a number nor a symbol.
 
     Returns:
         "add", "mul", "mod", "max", "min" or "floordiv", and what it is of; None for any other function.
@@ -151,7 +151,7 @@ _MISJOINED = re.compile(r"\b\d+[A-Za-z_]")
 
 @lru_cache(maxsize=65536)
 def parse_size(text: str) -> Size:
-    """Inverse of `str` for a size. Only arithmetic is read: nothing in the text is executed.
+    """Returns the inverse of `str` for a size. Only arithmetic is read: nothing in the text is executed.
 
     Raises:
         TextError: the text is no arithmetic in integers and symbols, or its value is no integer.
@@ -216,7 +216,7 @@ def _read(node: ast.expr, text: str) -> Size:
 
 
 def shape_text(shape: Sequence[Size]) -> str:
-    """`[b, s, 64]`."""
+    """Returns `[b, s, 64]`."""
     return _shape_text(tuple(shape))
 
 
