@@ -22,7 +22,7 @@ from fxpar.ir.step import is_forward
 
 
 def weights_of(graph: fx.Graph, owned: Iterable[fx.Node]) -> set[fx.Node]:
-    """The placeholders `owned` and all values that are made from them alone."""
+    """Returns the placeholders `owned` and all values that are made from them alone."""
     weights = set(owned)
     for node in graph.nodes:
         if node.op == "call_function" and operands(node) and all(other in weights for other in operands(node)):
@@ -31,13 +31,13 @@ def weights_of(graph: fx.Graph, owned: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def owner_of(node: fx.Node) -> fx.Node:
-    """What `node` is the same value as, before sums of gradients over one axis after the other; without any, itself."""
+    """Returns what `node` is the same value as, before all sums of gradients over axes; without any, itself."""
     source = summed(node)
     return node if source is None else owner_of(source)
 
 
 def summed(node: fx.Node) -> fx.Node | None:
-    """What a sum of gradients, or an item of a bucket of them, gives again; None where a node is neither."""
+    """Returns what a sum of gradients, or an item of a bucket of them, gives again; None where a node is neither."""
     source, index = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
     if not isinstance(source, fx.Node) or not isinstance(index, int):
         return None
@@ -52,7 +52,7 @@ _ATOMS = frozenset({int, bool, str, type(None)})
 
 
 def plain(value: Any, of_node: Callable[[fx.Node], Hashable]) -> Hashable:
-    """Arguments as a key: equal numbers of other types are others, and so are zeros of other signs.
+    """Returns arguments as a key: equal numbers of other types are others, and so are zeros of other signs.
 
     Args:
         of_node: what stands for a node.
@@ -114,7 +114,7 @@ _STOPS: frozenset[object] = frozenset(
 def carried(
     program: Program, inputs: Mapping[fx.Node, Sequence[fx.Node]] | None = None
 ) -> dict[fx.Node, tuple[bool, ...]]:
-    """For each node one flag an output tensor; empty for scalars and effects.
+    """Returns for each node one flag an output tensor; empty for scalars and effects.
 
     Args:
         inputs: the tensor operands of each node, where they are known.
@@ -138,7 +138,7 @@ def carried_by(
     flags_of: Mapping[fx.Node, tuple[bool, ...]],
     inputs: Sequence[fx.Node] | None = None,
 ) -> tuple[bool, ...]:
-    """The flags of a call in the forward, whose outputs are of these types, by those of its operands.
+    """Returns the flags of a call in the forward, whose outputs are of these types, by those of its operands.
 
     Args:
         inputs: its tensor operands, where they are known.
@@ -155,7 +155,7 @@ def _stops(target: object) -> bool:
 
 
 def reached(program: Program, flags: Mapping[fx.Node, tuple[bool, ...]]) -> set[fx.Node]:
-    """The nodes that get a gradient in the backward of the loss; without a loss, of all outputs.
+    """Returns the nodes that get a gradient in the backward of the loss; without a loss, of all outputs.
 
     Args:
         flags: as of `carried`.

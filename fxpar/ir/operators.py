@@ -24,35 +24,35 @@ CHEAPEST, ONLY = "cheapest", "nothing else is legal"
 
 
 def axes_of(node: fx.Node) -> tuple[str, ...]:
-    """The mesh axes over which an operator communicates, outermost first: of `fxpar.reduce_from[dp-tp]` dp and tp."""
+    """Returns the axes over which an operator communicates, outermost first: of `fxpar.reduce_from[dp-tp]` dp, tp."""
     axis = node.kwargs.get("axis")
     return tuple(axis.split("-")) if isinstance(axis, str) else ()
 
 
 def misnamed(node: fx.Node, axes: Iterable[str]) -> str:
-    """How the axes of an operator are to be named, each once and in the order of the mesh; empty where they are."""
+    """Returns how to name the axes of an operator: once, in the order of the mesh; empty where they are."""
     names = axes_of(node)
     spelled_out = tuple(axis for axis in axes if axis in names)
     return "" if names == spelled_out else "-".join(spelled_out)
 
 
 def pending(placement: Placement) -> Placement:
-    """The same shard as operations hold it: the gradients of shared blocks are summands."""
+    """Returns the same shard as operations hold it: the gradients of shared blocks are summands."""
     return replace(placement, reduced=False) if placement.reduced else placement
 
 
 def as_parameter(placement: Placement) -> Placement:
-    """The same shard as a parameter holds it: the gradients of shared blocks are the same on the ranks that share."""
+    """Returns the shard as a parameter holds it: gradients of shared blocks are equal on the ranks that share."""
     return replace(placement, reduced=True) if placement.is_shared else placement
 
 
 def in_backward(placement: Placement) -> Placement:
-    """A value of the forward as the backward reads it: nothing carries a gradient there, so I and R are one."""
+    """Returns a value of the forward as the backward reads it: nothing carries a gradient there, so I and R are one."""
     return R if placement == I else pending(placement)
 
 
 def dual(placement: Placement) -> Placement:
-    """How the gradient of a value is held: summands of what is R, the sum of what is I or P, the blocks of a shard.
+    """Returns how the gradient of a value is held: summands of R, the sum of I or P, the blocks of a shard.
 
     Of blocks that several ranks hold each has a summand, unless they are reduced. Padding gets none.
     """
@@ -63,14 +63,14 @@ def dual(placement: Placement) -> Placement:
 
 
 def canonical_placement(placement: Placement, carries: bool) -> Placement:
-    """A value without gradient is written R, whether a rule called it I or R; shared blocks of one are not reduced."""
+    """Returns R for I where a value has no gradient; shared blocks of such a value are not reduced."""
     if carries:
         return placement
     return R if placement == I else pending(placement)
 
 
 def is_finer(source: Placement, target: Placement) -> bool:
-    """Whether every rank holds in `source` all that it holds in `target`, piece by piece."""
+    """Returns whether every rank holds in `source` all that it holds in `target`, piece by piece."""
     if source.dim != target.dim or len(source.pieces) != len(target.pieces):
         return False
     return all(_is_part(a, b) for a, b in zip(source.pieces, target.pieces, strict=True))
@@ -88,18 +88,18 @@ def _is_part(piece: Piece, part: Piece) -> bool:
 
 
 def shared_fraction(placement: Placement) -> tuple[int, int]:
-    """What part of a dimension several ranks hold, as a fraction of whole numbers (parameters have no symbols)."""
+    """Returns what part of a dimension several ranks hold, as a fraction of whole numbers."""
     shared = sum(int(p.length) for p in placement.pieces if not p.sharded or p.copies > 1)
     return shared, sum(int(p.length) for p in placement.pieces)
 
 
 def computed_fraction(operands: Iterable[Placement], n: int) -> float:
-    """What part of a product a rank computes: that of the operand of which it holds least."""
+    """Returns what part of a product a rank computes: that of the operand of which it holds least."""
     return min((held_fraction(placement, n) for placement in operands), default=1.0)
 
 
 def held_fraction(placement: Placement, n: int) -> float:
-    """What part of a value a rank holds: 1/n of a plain shard, c/n where c ranks share blocks, 1 where it is whole."""
+    """Returns what part of a value a rank holds: 1/n of a shard, c/n where c ranks share blocks, else 1."""
     if not placement.is_shard:
         return 1.0
     parts = [(p.length, p.copies / n if p.sharded else 1.0) for p in placement.pieces]
@@ -112,7 +112,7 @@ def held_fraction(placement: Placement, n: int) -> float:
 def inner_view(
     value: fx.Node, axes: Mapping[str, int], names: Sequence[str], output: int = 0
 ) -> tuple[TensorType, Placement]:
-    """What the other axes leave of a value, and how some axes hold that: as one placement over all their ranks.
+    """Returns what the other axes leave of a value, and how some axes hold that: as one placement over all their ranks.
 
     Args:
         value: a node with layouts.
@@ -148,7 +148,7 @@ def apart_view(
 
 
 def _listed(value: fx.Node, axes: Mapping[str, int], names: Sequence[str], output: int) -> tuple[TensorType, Layout]:
-    """What the other axes leave of a value, and its layout with these axes last."""
+    """Returns what the other axes leave of a value, and its layout with these axes last."""
     kind, layout = output_types(value)[output], output_layouts(value)[output]
     last = innermost(layout, axes, names)
     if last is None:
@@ -178,7 +178,7 @@ class GraphOperator:
 
     @property
     def signature(self) -> inspect.Signature:
-        """Names and defaults of the arguments; the mesh axis, where it takes one, by name alone."""
+        """Returns names and defaults of the arguments; the mesh axis, where it takes one, by name alone."""
         return inspect.signature(self.stub)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -84,7 +84,7 @@ def take_name(graph: Any, name: str) -> None:
 
 
 def _enter(graph: Any, new: fx.Node, name: str) -> None:
-    """What `fx.Graph.create_node` does with a node that it has made; later names are as behind that."""
+    """Enters a node as `fx.Graph.create_node` does with one that it has made; later names are as behind that."""
     take_name(graph, name)
     graph._graph_namespace.associate_name_with_obj(name, new)
     graph._insert(new)
@@ -94,7 +94,7 @@ def _enter(graph: Any, new: fx.Node, name: str) -> None:
 
 @lru_cache(maxsize=65536)
 def _taken_apart(name: str) -> tuple[str, int | None]:
-    """A name without its number, and that."""
+    """Returns a name without its number, and that."""
     match = _NUMBERED.fullmatch(name)
     base, number = match.groups() if match is not None else (name, None)
     return base, None if number is None else int(number)
@@ -104,7 +104,7 @@ _Record = TypeVar("_Record")
 
 
 def changed(record: _Record, **changes: Any) -> _Record:
-    """A note with other fields, as `dataclasses.replace` gives it, in a fifth of the time: passes ask for thousands.
+    """Returns a note with other fields, in a fifth of the time of `dataclasses.replace`: passes ask for thousands.
 
     Raises:
         TypeError: it has no such field.
@@ -129,7 +129,7 @@ class TensorType:
 
     @property
     def is_float(self) -> bool:
-        """Whether a gradient can flow through values of this type."""
+        """Returns whether a gradient can flow through values of this type."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def __str__(self) -> str:
@@ -189,12 +189,12 @@ class Note:
 
 
 def module_of(graph: fx.Graph) -> fx.GraphModule:
-    """The graph as a module whose code is written when it is first called: most programs are never run."""
+    """Returns the graph as a module whose code is written when it is first called: most programs are never run."""
     return LazyGraphModule(torch.nn.Module(), graph)
 
 
 def note(node: fx.Node) -> Note:
-    """The node's note.
+    """Returns the node's note.
 
     Raises:
         KeyError: the node has none (a pass created it without `set_note`).
@@ -209,7 +209,7 @@ def note(node: fx.Node) -> Note:
 
 
 def has_note(node: fx.Node) -> bool:
-    """Whether a note was set."""
+    """Returns whether a note was set."""
     return isinstance(node.meta.get("custom", {}).get(_KEY), Note)
 
 
@@ -225,7 +225,7 @@ def update(node: fx.Node, **changes: Any) -> fx.Node:
 
 
 def tensor_type(node: fx.Node) -> TensorType:
-    """The type of a node with one tensor as output.
+    """Returns the type of a node with one tensor as output.
 
     Raises:
         TypeError: the node has another kind of output.
@@ -237,7 +237,7 @@ def tensor_type(node: fx.Node) -> TensorType:
 
 
 def output_types(node: fx.Node) -> tuple[TensorType, ...]:
-    """Types of all tensor outputs of a node; empty for scalars and effects."""
+    """Returns the types of all tensor outputs of a node; empty for scalars and effects."""
     kind = note(node).type
     if isinstance(kind, TensorType):
         return (kind,)
@@ -245,7 +245,7 @@ def output_types(node: fx.Node) -> tuple[TensorType, ...]:
 
 
 def output_layouts(node: fx.Node) -> tuple[Layout, ...]:
-    """Layouts of all tensor outputs, in the order of `output_types`; empty where none is set."""
+    """Returns the layouts of all tensor outputs, in the order of `output_types`; empty where none is set."""
     layout = note(node).layout
     if layout is None:
         return ()
@@ -253,12 +253,12 @@ def output_layouts(node: fx.Node) -> tuple[Layout, ...]:
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Whether the node's output is one tensor."""
+    """Returns whether the node's output is one tensor."""
     return has_note(node) and isinstance(note(node).type, TensorType)
 
 
 def describe(node: fx.Node) -> str:
-    """`%name (fqn, file.py:41)`, of a pipeline with the stage."""
+    """Returns `%name (fqn, file.py:41)`, of a pipeline with the stage."""
     node_note = note(node)
     stages = [f"stage {'+'.join(map(str, node_note.stages))}"] if node_note.stages else []
     place = ", ".join([part for part in (node_note.fqn, node_note.source) if part] + stages)
@@ -429,13 +429,13 @@ class Program:
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
-    """The graph's only output node."""
+    """Returns the graph's only output node."""
     output: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
     return output
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
-    """The tensor operands in argument order, lists flattened; a node used twice occurs twice."""
+    """Returns the tensor operands in argument order, lists flattened; a node used twice occurs twice."""
     nodes: list[fx.Node] = []
     _collect(node.args, nodes)
     if node.kwargs:

@@ -56,17 +56,17 @@ class Region:
 
     @property
     def operands(self) -> list[fx.Node]:
-        """The placeholders, in order."""
+        """Returns the placeholders, in order."""
         return [node for node in self.graph.nodes if node.op == "placeholder"]
 
     @property
     def body(self) -> list[fx.Node]:
-        """What it computes, in order."""
+        """Returns what it computes, in order."""
         return [node for node in self.graph.nodes if node.op == "call_function"]
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
-        """The nodes whose values it gives."""
+        """Returns the nodes whose values it gives."""
         return tuple(output_node(self.graph).args[0])  # type: ignore[arg-type]
 
     def reordered(self, body: Sequence[fx.Node]) -> tuple[Region, dict[fx.Node, fx.Node]]:
@@ -79,7 +79,7 @@ class Region:
         return Region(self.name, graph, self.fqn), copies
 
     def note_of(self, node: fx.Node, call: Note, **changes: Any) -> Note:
-        """The note that a node inside has in a call.
+        """Returns the note that a node inside has in a call.
 
         Args:
             node: of `body`.
@@ -108,17 +108,17 @@ class Region:
 
 
 def region_of(node: Any) -> Region | None:
-    """What a node calls, if that is a region; None of what is no node too."""
+    """Returns what a node calls, if that is a region; None of what is no node too."""
     return node.target if isinstance(node, fx.Node) and isinstance(node.target, Region) else None
 
 
 def regions(program: Program) -> list[Region]:
-    """Those that a program calls, in the order of their first calls."""
+    """Returns those that a program calls, in the order of their first calls."""
     return list(dict.fromkeys(region for node in program.graph.nodes if (region := region_of(node)) is not None))
 
 
 def identities(node: fx.Node) -> tuple[int, ...]:
-    """Identities of the draws that a call passes."""
+    """Returns identities of the draws that a call passes."""
     return tuple(node.kwargs.get("random", ()))  # type: ignore[arg-type]
 
 
@@ -151,7 +151,7 @@ def call_region(
 
 
 def inlined(program: Program) -> Program:
-    """The program with the nodes of each call in its place, whose notes name the call as their `region`.
+    """Returns the program with the nodes of each call in its place, whose notes name the call as their `region`.
 
     Raises:
         CheckFailed: a call passes or takes other values than its region says.

@@ -40,7 +40,7 @@ class StageCut:
 
     @property
     def receiver(self) -> int:
-        """The stage that receives it."""
+        """Returns the stage that receives it."""
         return stage_of(self.node)
 
     @property
@@ -50,18 +50,18 @@ class StageCut:
 
 
 def stage_of(node: fx.Node) -> int:
-    """The stage that computes a node."""
+    """Returns the stage that computes a node."""
     (stage,) = note(node).stages
     return stage
 
 
 def is_transfer(node: fx.Node) -> bool:
-    """Whether a node is what one stage receives of the one before."""
+    """Returns whether a node is what one stage receives of the one before."""
     return isinstance(node.target, GraphOperator) and node.target.__name__ == "transfer"
 
 
 def crossings(program: Program) -> list[StageCut]:
-    """What crosses each cut, in the order in which it is sent."""
+    """Returns what crosses each cut, in the order in which it is sent."""
     flags = carried(program)
     ends = reached(program, flags)
     crossed = []
@@ -73,44 +73,44 @@ def crossings(program: Program) -> list[StageCut]:
 
 
 def holders(program: Program) -> dict[str, tuple[int, ...]]:
-    """The stages that hold each parameter, buffer and constant, by its name."""
+    """Returns the stages that hold each parameter, buffer and constant, by its name."""
     nodes = program.placeholders()
     return {p.fqn: note(nodes[p.node]).stages for p in program.parameters}
 
 
 def received_path(name: str) -> str:
-    """The path of the input that is a value received, of the transfer of that name."""
+    """Returns the path of the input that is a value received, of the transfer of that name."""
     return f"{_RECEIVED}{name}"
 
 
 def received_name(path: str) -> str:
-    """The transfer whose value an input is; empty where it is none."""
+    """Returns the transfer whose value an input is; empty where it is none."""
     return path.removeprefix(_RECEIVED) if path.startswith(_RECEIVED) else ""
 
 
 def is_received(node: fx.Node) -> bool:
-    """Whether a node of a stage's program is what it receives."""
+    """Returns whether a node of a stage's program is what it receives."""
     return node.op == "placeholder" and note(node).origin == RECEIVED
 
 
 def sent_name(name: str) -> str:
-    """The name of the output that is a value sent, of the transfer of that name."""
+    """Returns the name of the output that is a value sent, of the transfer of that name."""
     return f"{_SENT}{name}"
 
 
 def is_sent(output: str) -> bool:
-    """Whether an output of that name is sent to the next stage."""
+    """Returns whether an output of that name is sent to the next stage."""
     return output.startswith(_SENT)
 
 
 def is_one_stage(program: Program) -> bool:
-    """Whether it is what one stage of a pipeline computes, or the step of that."""
+    """Returns whether it is what one stage of a pipeline computes, or the step of that."""
     received = any(received_name(entry.path) for entry in program.inputs)
     return received or any(is_sent(output) for output in program.outputs)
 
 
 def stage_program(program: Program, stage: int) -> Program:
-    """What one stage computes.
+    """Returns what one stage computes.
 
     Inputs of the call are those of the whole, for every stage has the batch. Outputs of the model are those that the
     stage computes, and the loss is the last stage's.
@@ -191,7 +191,7 @@ class Stage:
 
 
 def stages_of(program: Program) -> list[Stage]:
-    """The stages of a program that was cut into them, in order."""
+    """Returns the stages of a program that was cut into them, in order."""
     crossed = crossings(program)
     flags = carried(program)
     roots = [name for name in program.outputs if not program.loss or name == program.loss]

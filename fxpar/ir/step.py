@@ -24,7 +24,7 @@ _AXIS = axis_that(Cuts.BATCH)
 
 
 def batch_symbol(program: Program) -> str:
-    """Name of the symbol that is the number of rows of the inputs.
+    """Returns the name of the symbol that is the number of rows of the inputs.
 
     Raises:
         PlanError: no input has a symbolic dimension for it, or two have different ones.
@@ -52,7 +52,7 @@ def batch_symbol(program: Program) -> str:
 
 
 def batch_size(program: Program) -> Size:
-    """The number of rows of the inputs.
+    """Returns the number of rows of the inputs.
 
     Raises:
         PlanError: as `batch_symbol`.
@@ -62,7 +62,7 @@ def batch_size(program: Program) -> Size:
 
 
 def batch_rows(program: Program, size: object) -> dict[str, int]:
-    """For each input, by path, the dimension that is the rows.
+    """Returns for each input, by path, the dimension that is the rows.
 
     Args:
         size: the number of rows.
@@ -92,7 +92,7 @@ def batch_rows(program: Program, size: object) -> dict[str, int]:
 
 
 def batch_dims(program: Program) -> dict[str, int]:
-    """The dimension that is the rows, of each input that has one; of the first where the rows are no symbol."""
+    """Returns the dimension that is the rows, of each input that has one; of the first where the rows are no symbol."""
     dims = _said(program) or {entry.path: 0 for entry in program.inputs if entry.type.shape}
     sizes = {entry.type.shape[dims[entry.path]] for entry in program.inputs if entry.path in dims}
     symbolic = [size for size in sizes if not isinstance(size, int)]
@@ -100,7 +100,7 @@ def batch_dims(program: Program) -> dict[str, int]:
 
 
 def _said(program: Program) -> dict[str, int]:
-    """What the plan says of this program's inputs.
+    """Returns what the plan says of this program's inputs.
 
     Raises:
         PlanError: it names no input, or a dimension that an input lacks.
@@ -128,22 +128,22 @@ _BUFFER = "fxpar.buffer."
 
 
 def buffer_name(fqn: str) -> str:
-    """The name of the output that is the new value of a buffer."""
+    """Returns the name of the output that is the new value of a buffer."""
     return f"{_BUFFER}{fqn}"
 
 
 def is_buffer(output: str) -> bool:
-    """Whether an output of that name is the new value of a buffer."""
+    """Returns whether an output of that name is the new value of a buffer."""
     return output.startswith(_BUFFER)
 
 
 def buffer_of(output: str) -> str:
-    """The buffer whose new value an output of that name is."""
+    """Returns the buffer whose new value an output of that name is."""
     return output.removeprefix(_BUFFER)
 
 
 def written(program: Program) -> dict[str, str]:
-    """Of each buffer that the program writes, by name, the placeholder that has its old value."""
+    """Returns for each buffer that the program writes, by name, the placeholder that has its old value."""
     nodes = {p.fqn: p.node for p in program.parameters}
     return {fqn: nodes[fqn] for fqn in map(buffer_of, filter(is_buffer, program.outputs))}
 
@@ -156,38 +156,38 @@ _DROPPED = "fxpar.dropped."
 
 
 def load_name(module: str, taken: Sequence[str]) -> str:
-    """The output that has the load of a module's experts, by another name than those that are taken."""
+    """Returns the output that has the load of a module's experts, by another name than those that are taken."""
     name = f"{_LOAD}{module or 'experts'}"
     return name if name not in taken else f"{name}#{sum(other.startswith(name) for other in taken)}"
 
 
 def is_load(output: str) -> bool:
-    """Whether an output of that name is a load."""
+    """Returns whether an output of that name is a load."""
     return output.startswith(_LOAD)
 
 
 def excess_name(load: str) -> str:
-    """The output that says for how many rows of that load there is no place."""
+    """Returns the output that says for how many rows of that load there is no place."""
     return f"{_EXCESS}{module_of_load(load)}"
 
 
 def is_excess(output: str) -> bool:
-    """Whether an output of that name says that."""
+    """Returns whether an output of that name says that."""
     return output.startswith(_EXCESS)
 
 
 def dropped_name(load: str) -> str:
-    """The output that says how many rows were dropped that would have been of that load."""
+    """Returns the output that says how many rows were dropped that would have been of that load."""
     return f"{_DROPPED}{module_of_load(load)}"
 
 
 def is_dropped(output: str) -> bool:
-    """Whether an output of that name says that."""
+    """Returns whether an output of that name says that."""
     return output.startswith(_DROPPED)
 
 
 def is_counted(output: str) -> bool:
-    """Whether an output is one of these, and none of the model's."""
+    """Returns whether an output is one of these, and none of the model's."""
     return is_load(output) or is_excess(output) or is_dropped(output)
 
 
@@ -203,22 +203,22 @@ _MIXED = ("bf16", "fp16")
 
 
 def main_dtype(plan: Plan) -> torch.dtype | None:
-    """Type of the floating parameters that a module holds and saves; None where they keep their own."""
+    """Returns the type of the floating parameters that a module holds and saves; None where they keep their own."""
     return MAIN if is_mixed(plan) else PRECISION_DTYPES[plan.precision]
 
 
 def is_mixed(plan: Plan) -> bool:
-    """Whether a module holds main values."""
+    """Returns whether a module holds main values."""
     return plan.precision in _MIXED
 
 
 def is_copy(plan: Plan, kind: TensorType) -> bool:
-    """Whether what a program takes for a parameter of this type is a copy of main values."""
+    """Returns whether what a program takes for a parameter of this type is a copy of main values."""
     return is_mixed(plan) and kind.dtype == PRECISION_DTYPES[plan.precision]
 
 
 def held_type(plan: Plan, kind: TensorType) -> TensorType:
-    """Type of a parameter as a module holds it: of the main values."""
+    """Returns the type of a parameter as a module holds it: of the main values."""
     return TensorType(MAIN, kind.shape) if is_copy(plan, kind) else kind
 
 
@@ -237,46 +237,46 @@ _INPUT_GRADIENT = "fxpar.input_gradient."
 
 
 def is_forward(node: fx.Node) -> bool:
-    """Whether a node is neither of the backward nor of the parameter phase."""
+    """Returns whether a node is neither of the backward nor of the parameter phase."""
     return not has_note(node) or note(node).phase == ""
 
 
 def tangent_path(output: str) -> str:
-    """The path of the input that is the gradient of an output."""
+    """Returns the path of the input that is the gradient of an output."""
     return f"{_TANGENT}{output}"
 
 
 def output_of(path: str) -> str:
-    """The output of whose gradient an input is; empty where it is none."""
+    """Returns the output of whose gradient an input is; empty where it is none."""
     return path.removeprefix(_TANGENT) if path.startswith(_TANGENT) else ""
 
 
 def gradient_name(fqn: str) -> str:
-    """The name of the output that is the gradient of a parameter."""
+    """Returns the name of the output that is the gradient of a parameter."""
     return f"{_GRADIENT}{fqn}"
 
 
 def input_gradient_name(path: str) -> str:
-    """The name of the output that is the gradient of an input."""
+    """Returns the name of the output that is the gradient of an input."""
     return f"{_INPUT_GRADIENT}{path}"
 
 
 def is_gradient(output: str) -> bool:
-    """Whether an output of that name is a gradient."""
+    """Returns whether an output of that name is a gradient."""
     return output.startswith((_GRADIENT, _INPUT_GRADIENT))
 
 
 def is_input_gradient(output: str) -> bool:
-    """Whether an output of that name is the gradient of an input."""
+    """Returns whether an output of that name is the gradient of an input."""
     return output.startswith(_INPUT_GRADIENT)
 
 
 def parameter_gradients(program: Program) -> dict[str, str]:
-    """Of each parameter that the step gives a gradient of, the name of the output."""
+    """Returns for each parameter that the step gives a gradient of, the name of the output."""
     names = {gradient_name(p.fqn): p.fqn for p in program.parameters}
     return {names[output]: output for output in program.outputs if output in names}
 
 
 def model_outputs(program: Program) -> tuple[str, ...]:
-    """The outputs that are the model's."""
+    """Returns the outputs that are the model's."""
     return tuple(name for name in program.outputs if not is_gradient(name))

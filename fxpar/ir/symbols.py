@@ -55,12 +55,12 @@ class Symbol:
 
     @property
     def ranks(self) -> int:
-        """Ranks that share out the dimension."""
+        """Returns ranks that share out the dimension."""
         return self.multiple // self.group
 
     @property
     def size(self) -> Size:
-        """The dimension's size."""
+        """Returns the dimension's size."""
         return simplify(self.multiple * symbol(self.name))
 
 
@@ -87,17 +87,17 @@ class Counted:
 
     @property
     def size(self) -> Size:
-        """The symbol."""
+        """Returns the symbol."""
         return symbol(self.name)
 
 
 def with_counted(counted: Iterable[Counted], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Values of the symbols of inputs, and behind them of what is counted: that of a balanced load."""
+    """Returns values of the symbols of inputs, and behind them of what is counted: that of a balanced load."""
     return {**sizes, **{entry.name: max(evaluate(entry.balanced, sizes), 1) for entry in counted}}
 
 
 def balanced(counted: Iterable[Counted], size: Size) -> Size:
-    """A size in sizes of inputs alone, for a balanced load."""
+    """Returns a size in sizes of inputs alone, for a balanced load."""
     values = {entry.size: sympy.sympify(entry.balanced) for entry in counted}
     if isinstance(size, int) or not values or names((size,)).isdisjoint(map(str, values)):
         return size
@@ -121,16 +121,16 @@ class Condition:
 
     @property
     def expression(self) -> sympy.Basic:
-        """The relation as sympy has it; true or false where no symbol is left."""
+        """Returns the relation as sympy has it; true or false where no symbol is left."""
         return _RELATIONS[self.relation](sympy.sympify(self.left), sympy.sympify(self.right))
 
     @property
     def names(self) -> set[str]:
-        """Names of its symbols."""
+        """Returns names of its symbols."""
         return names((self.left, self.right))
 
     def holds(self, sizes: Mapping[str, Size]) -> bool:
-        """Whether it is satisfied.
+        """Returns whether it is satisfied.
 
         Args:
             sizes: values of the symbols.
@@ -138,7 +138,7 @@ class Condition:
         return bool(self.expression.subs({symbol(name): size for name, size in sizes.items()}) == sympy.true)
 
     def with_sizes(self, sizes: Mapping[sympy.Symbol, Size]) -> Condition:
-        """The same in other symbols."""
+        """Returns the same in other symbols."""
         left, right = (
             side if isinstance(side, int) else simplify(side.subs(sizes, simultaneous=True))
             for side in (self.left, self.right)
@@ -147,7 +147,7 @@ class Condition:
 
 
 def condition_of(relation: sympy.core.relational.Relational) -> Condition:
-    """The condition that a relation of sizes is.
+    """Returns the condition that a relation of sizes is.
 
     Raises:
         TextError: a side has no text form.
