@@ -77,7 +77,7 @@ class Owned:
 
 
 def read_owned(scanner: Scanner, kind: str) -> Owned:
-    """The head behind its opening bracket.
+    """Returns the head behind its opening bracket.
 
     Args:
         kind: input, parameter, buffer or constant.
@@ -110,7 +110,7 @@ def read_owned(scanner: Scanner, kind: str) -> Owned:
 
 
 def constant(values: list[Any], kind: TensorType) -> torch.Tensor:
-    """The tensor of a constant from its flat list."""
+    """Returns the tensor of a constant from its flat list."""
     shape = [size for size in kind.shape if isinstance(size, int)]
     if len(shape) != len(kind.shape) or product(shape) != len(values):
         fail(f"{len(values)} values do not fill {kind}", "write one value for each element")
@@ -140,7 +140,7 @@ _AXIS = re.compile(rf"({IDENTIFIER}):(.*)")
 
 
 def read_note(scanner: Scanner, node: fx.Node, axes: Mapping[str, int]) -> Note:
-    """Type, layouts, attributes and comment: the rest of a node's line.
+    """Returns type, layouts, attributes and comment: the rest of a node's line.
 
     Args:
         axes: sizes of the plan's mesh axes.
@@ -160,7 +160,7 @@ def read_note(scanner: Scanner, node: fx.Node, axes: Mapping[str, int]) -> Note:
 
 
 def read_end(scanner: Scanner) -> re.Match[str]:
-    """The comment that ends a line, which may be empty."""
+    """Returns the comment that ends a line, which may be empty."""
     ahead = scanner.text[scanner.at : scanner.at + 20]
     return scanner.match(_COMMENT) or fail(f"{ahead!r} is not expected here", "check brackets, commas and ' : '")
 
@@ -191,7 +191,7 @@ def _attribute(scanner: Scanner, node: fx.Node, axes: Mapping[str, int]) -> tupl
 
 
 def _without_source(node: fx.Node, text: str, axes: Mapping[str, int]) -> str:
-    """The type text of a coercion without its `P→`, which must be what its operand is."""
+    """Returns the type text of a coercion without its `P→`, which must be what its operand is."""
     coercion = node.target in COERCION_OF
     coerced = operands(node) if coercion else []
     if coercion and [len(output_types(operand)) for operand in coerced] != [1]:
@@ -237,7 +237,7 @@ _TAKER = re.compile(rf"%({IDENTIFIER})|-")
 
 
 def parse_program(text: str, *, where: str = "program", operators: Mapping[str, Operator] = OPERATORS) -> Program:
-    """The program whose text it is, with an empty history.
+    """Returns the program whose text it is, with an empty history.
 
     Args:
         text: as `print_program` wrote it.
@@ -297,7 +297,7 @@ class _Reader:
 
     @property
     def axes(self) -> Mapping[str, int]:
-        """Sizes of the plan's mesh axes."""
+        """Returns sizes of the plan's mesh axes."""
         axes: Mapping[str, int] = self.header["plan"].axes
         return axes
 
@@ -343,7 +343,7 @@ class _Reader:
             self.header[key] = "" if match[1] == NO_LOSS else unquote(match[1])
 
     def finish(self) -> Program:
-        """The program, once all lines are read."""
+        """Returns the program, once all lines are read."""
         for key in ("version", "plan", "properties"):
             if key not in self.header:
                 fail(f"the {key} line is missing", f"start with '{VERSION}' and the lines plan and properties")
@@ -446,7 +446,7 @@ class _Reader:
         self.graph, self.nodes, self.inside = self.inside.outer, {}, None
 
     def _read_call(self, scanner: Scanner, name: str, region: Region, args: tuple[Any, ...], random: Any) -> None:
-        """The rest of a line that calls a region, and the nodes that take its results."""
+        """Reads the rest of a line that calls a region, and the nodes that take its results."""
         takers: list[str] = []
         if scanner.match(_GIVES):
             while not takers or scanner.match(_SEPARATOR):

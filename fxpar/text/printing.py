@@ -65,7 +65,7 @@ _PLAIN_WORD = re.compile(r"[^\s\",=]+")
 
 
 def target_name(node: fx.Node) -> str:
-    """The operator of a call as the text names it: `aten.view.default`, `fxpar.copy_to[tp]`, `operator.getitem`."""
+    """Returns a call's operator as the text names it: `aten.view.default`, `fxpar.copy_to[tp]`."""
     target = node.target
     if isinstance(target, (torch._ops.OpOverload, Region)):
         return str(target)
@@ -83,12 +83,12 @@ def target_name(node: fx.Node) -> str:
 
 
 def word(text: str) -> str:
-    """A name as the text writes it: as it is, or in quotes where the grammar could misread it."""
+    """Returns a name as the text writes it: as it is, or in quotes where the grammar could misread it."""
     return text if _PLAIN_WORD.fullmatch(text) and text != "-" else json.dumps(text)
 
 
 def value_text(value: Any) -> str:
-    """An argument: a node, a literal, or lists of them (a tuple is written as a list).
+    """Returns an argument: a node, a literal, or lists of them (a tuple is written as a list).
 
     Raises:
         TextError: the value is of another kind.
@@ -127,7 +127,7 @@ def placement_text(placement: Placement, shape: Sequence[Size]) -> str:
 
 
 def layout_text(layout: Layout, shape: Sequence[Size], axes: Mapping[str, int]) -> str:
-    """`dp:I tp:S(1)`, or `-` for the empty layout.
+    """Returns `dp:I tp:S(1)`, or `-` for the empty layout.
 
     Args:
         axes: sizes of the mesh axes.
@@ -137,12 +137,12 @@ def layout_text(layout: Layout, shape: Sequence[Size], axes: Mapping[str, int]) 
 
 
 def need_shapes(node: fx.Node) -> list[tuple[Size, ...]]:
-    """The shapes that a node's `needs` are about: those of its tensor operands, several outputs one by one."""
+    """Returns the shapes that a node's `needs` are about: those of its tensor operands, several outputs one by one."""
     return [kind.shape for operand in operands(node) for kind in output_types(operand)]
 
 
 def node_text(node: fx.Node, program: Program) -> str:
-    """The node's line."""
+    """Returns the node's line."""
     noted = note(node)
     line = f"%{node.name} = {_head(node, program)}"
     region = region_of(node)
@@ -177,13 +177,13 @@ def _head(node: fx.Node, program: Program) -> str:
 
 
 def _taken(call: fx.Node, count: int) -> list[str]:
-    """Who takes each result of a region's call."""
+    """Returns who takes each result of a region's call."""
     takers = {user.args[1]: f"%{user.name}" for user in call.users}
     return [takers.get(index, "-") for index in range(count)]
 
 
 def region_text(region: Region, program: Program) -> list[str]:
-    """The lines of a region: its operands, what it computes, and what it gives."""
+    """Returns the lines of a region: its operands, what it computes, and what it gives."""
     lines = [f"region {region.name}" + (f"  # {word(region.fqn)}" if region.fqn else "")]
     for node in region.operands:
         lines.append(f"%{node.name} = operand : {_type_text(node, program.axes)}")
@@ -251,13 +251,13 @@ def _attributes(node: fx.Node, axes: Mapping[str, int]) -> list[str]:
 
 
 def has_scalar(program: Program) -> bool:
-    """Whether an output could be the loss, so that the text says which it is, or that there is none."""
+    """Returns whether an output could be the loss, so that the text says which it is, or that there is none."""
     kinds = [note(node).type for node in output_node(program.graph).args[0] if isinstance(node, fx.Node)]  # type: ignore[union-attr]
     return any(isinstance(kind, TensorType) and kind.is_float and not kind.shape for kind in kinds)
 
 
 def print_program(program: Program) -> str:
-    """The program's text, ending in a newline.
+    """Returns the program's text, ending in a newline.
 
     Raises:
         TextError: a node has a target or literal without a text form.

@@ -102,7 +102,7 @@ class Scanner:
 
 
 def unquote(text: str) -> str:
-    """A name: JSON where it stands in quotes."""
+    """Returns a name: JSON where it stands in quotes."""
     if not text.startswith('"'):
         return text
     try:
@@ -112,7 +112,7 @@ def unquote(text: str) -> str:
 
 
 def split(text: str, separator: str) -> list[str]:
-    """The parts between separators that stand in no bracket, stripped; separators of spaces may be repeated."""
+    """Returns the parts between separators that stand in no bracket, stripped; separators of spaces may be repeated."""
     parts, depth = [""], 0
     for sign in text:
         depth += (sign in "([") - (sign in ")]")
@@ -130,7 +130,7 @@ def split(text: str, separator: str) -> list[str]:
 
 
 def parse_value(scanner: Scanner, nodes: Mapping[str, fx.Node], depth: int = 0) -> Any:
-    """The argument at the scanner's position; steps over it."""
+    """Returns the argument at the scanner's position; steps over it."""
     if scanner.take("["):
         if depth == _DEEPEST_LIST:
             fail("lists are nested too deeply", f"nest at most {_DEEPEST_LIST}")
@@ -168,7 +168,7 @@ def _number(text: str) -> int | float:
 
 
 def parse_layout(text: str, shape: Sequence[Size], axes: Mapping[str, int]) -> Layout:
-    """Inverse of `fxpar.text.printing.layout_text`.
+    """Returns the inverse of `fxpar.text.printing.layout_text`.
 
     Args:
         text: `dp:I tp:S(1)`, or `-` for the empty layout.
@@ -196,7 +196,7 @@ def parse_layout(text: str, shape: Sequence[Size], axes: Mapping[str, int]) -> L
 
 
 def placement(text: str, shape: Sequence[Size]) -> Placement:
-    """Inverse of `fxpar.text.printing.placement_text`."""
+    """Returns the inverse of `fxpar.text.printing.placement_text`."""
     if _LONG_NUMBER.search(text):
         fail(f"'{text[:20]}…' is no layout of {shape_text(shape)}", "write I, R, P, V or S(dim)")
     return parse_placement(text, shape)
@@ -221,7 +221,7 @@ def _parse_tensor(text: str) -> TensorType:
 
 
 def _parse_output(text: str, axes: Mapping[str, int]) -> tuple[TensorType | ScalarType, Layout | None]:
-    """One output: `f32[b, s, 64] tp:S(2)` or `b*s`."""
+    """Returns one output: `f32[b, s, 64] tp:S(2)` or `b*s`."""
     tokens = split(text, " ")
     start = next((i for i, token in enumerate(tokens) if _AXIS.fullmatch(token)), len(tokens))
     if tokens and tokens[-1] == "-":
@@ -234,7 +234,7 @@ def _parse_output(text: str, axes: Mapping[str, int]) -> tuple[TensorType | Scal
 
 
 def parse_type(text: str, axes: Mapping[str, int]) -> tuple[ValueType, Layout | tuple[Layout, ...] | None]:
-    """Type and layout of a node, several of them in parentheses."""
+    """Returns type and layout of a node, several of them in parentheses."""
     if not text.startswith("("):
         return _parse_output(text, axes)
     if not text.endswith(")"):
@@ -250,7 +250,7 @@ def parse_type(text: str, axes: Mapping[str, int]) -> tuple[ValueType, Layout | 
 
 
 def resolve(name: str, operators: Mapping[str, GraphOperator]) -> Any:
-    """The operator of that name, from the tables or among those that torch has registered.
+    """Returns the operator of that name, from the tables or among those that torch has registered.
 
     Args:
         name: as the text writes it, without an axis.
@@ -305,7 +305,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_plan(text: str) -> Plan:
-    """The plan of a header's line.
+    """Returns the plan of a header's line.
 
     Raises:
         TextError: the text is no mapping of options in JSON.

@@ -12,7 +12,7 @@ from rich.table import Table
 
 
 def table(*columns: str, right: tuple[str, ...] = (), whole: tuple[str, ...] = ()) -> Table:
-    """Returns an empty table. Columns in `right` are numbers; they and those in `whole` break last. Nothing is cut."""
+    """Returns an empty table. Columns in `right` are numbers; they and those in `whole` break last."""
     result = Table(header_style="bold", box=box.SIMPLE_HEAD)
     result.show_edge, result.padding = False, (0, 1, 0, 0)
     for name in columns:
