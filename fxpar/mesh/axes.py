@@ -28,12 +28,12 @@ class Atom:
 
     @property
     def end(self) -> int:
-        """The stride of what is next."""
+        """Returns the stride of what is next."""
         return self.size * self.stride
 
 
 def refined(parts: Mapping[str, Sequence[tuple[str, int]]]) -> tuple[Atom, ...]:
-    """The common refinement of several products of axes over the same ranks, from the fastest atom.
+    """Returns the common refinement of several products of axes over the same ranks, from the fastest atom.
 
     Args:
         parts: by the part's name, names and sizes of its axes from the fastest.
@@ -62,7 +62,7 @@ def refined(parts: Mapping[str, Sequence[tuple[str, int]]]) -> tuple[Atom, ...]:
 
 
 def ranks_over(atoms: Iterable[Atom]) -> list[int]:
-    """Ranks that are at 0 on all other atoms, ascending, less the number of the first one."""
+    """Returns ranks that are at 0 on all other atoms, ascending, less the number of the first one."""
     ranks = [0]
     for atom in sorted(atoms, key=lambda atom: atom.stride):
         ranks = [low + atom.stride * index for index in range(atom.size) for low in ranks]
@@ -70,7 +70,7 @@ def ranks_over(atoms: Iterable[Atom]) -> list[int]:
 
 
 def groups_over(atoms: Iterable[Atom], others: Iterable[Atom], offset: int = 0) -> Groups:
-    """The groups over some atoms: the ranks of a group agree on every other one (SPEC section 1).
+    """Returns the groups over some atoms: the ranks of a group agree on every other one (SPEC section 1).
 
     Ascending ranks count the atoms up, the fastest first, whatever their order here.
 
@@ -135,7 +135,7 @@ def axis_that(cuts: Cuts) -> str:
 
 
 def joined_names(axes: Iterable[str]) -> tuple[str, ...]:
-    """The names of all sets of axes that may communicate: `dp`, `tp`, `dp-tp`.
+    """Returns the names of all sets of axes that may communicate: `dp`, `tp`, `dp-tp`.
 
     Args:
         axes: in nesting order.
@@ -159,16 +159,16 @@ class Axes:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The axes, from the fastest."""
+        """Returns the axes, from the fastest."""
         return tuple(name for name, _ in self.sizes)
 
     @property
     def ranks(self) -> range:
-        """All ranks."""
+        """Returns all ranks."""
         return range(self.offset, self.offset + math.prod(size for _, size in self.sizes))
 
     def stride(self, axis: str) -> int:
-        """Distance between neighbours on an axis.
+        """Returns the distance between neighbours on an axis.
 
         Raises:
             PlanError: there is no such axis.
@@ -178,12 +178,12 @@ class Axes:
         return math.prod(size for _, size in before)
 
     def stride_text(self, axis: str) -> str:
-        """How far apart neighbours on an axis are, and why: `tp·cp = 4`."""
+        """Returns how far apart neighbours on an axis are, and why: `tp·cp = 4`."""
         before = self.names[: self.names.index(axis)]
         return f"{'·'.join(before)} = {self.stride(axis)}" if before else "1"
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank's index on each axis.
+        """Returns the rank's index on each axis.
 
         Raises:
             PlanError: there is no such rank.
@@ -200,7 +200,7 @@ class Axes:
         return coordinates
 
     def groups(self, axes: Collection[str]) -> Groups:
-        """The groups over a set of axes: the ranks of a group agree on every other axis (SPEC section 1).
+        """Returns the groups over a set of axes: the ranks of a group agree on every other axis (SPEC section 1).
 
         The order within `axes` says nothing.
 
@@ -213,7 +213,7 @@ class Axes:
         return groups_over(atoms, others, self.offset)
 
     def factored(self, axis: str, factors: Sequence[tuple[str, int]]) -> Axes:
-        """The same ranks with an axis written as a product of axes, the fastest first.
+        """Returns the same ranks with an axis written as a product of axes, the fastest first.
 
         Raises:
             PlanError: there is no such axis, or the product is not its size.
@@ -230,7 +230,7 @@ class Axes:
         return Axes((*self.sizes[:place], *factors, *self.sizes[place + 1 :]), self.offset)
 
     def groups_text(self, axes: Collection[str]) -> str:
-        """The first groups over a set of axes, in brackets."""
+        """Returns the first groups over a set of axes, in brackets."""
         groups = self.groups(axes)
         some = ", ".join(f"[{', '.join(map(str, group))}]" for group in groups[:2])
         return some + (", …" if len(groups) > 2 else "")

@@ -172,7 +172,7 @@ class Mesh:
     # ------------------------------------------------------------------ sizes
 
     def _given(self, axis: str) -> int:
-        """An axis that is not derived."""
+        """Returns an axis that is not derived."""
         name = "tp" if axis == "etp" and self.etp is None else axis
         return int(getattr(self, name))
 
@@ -182,7 +182,7 @@ class Mesh:
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """Size of every axis of the two parts, derived ones included."""
+        """Returns the size of every axis of the two parts, derived ones included."""
         sizes = {axis: self._given(axis) for axis in ("tp", "cp", "pp", "etp", "ep")}
         sizes["dp"] = self._total // (self.tp * self.cp * self.pp)
         sizes["edp"] = self._total // (sizes["etp"] * self.ep * self.pp)
@@ -190,7 +190,7 @@ class Mesh:
 
     @property
     def ranks(self) -> range:
-        """All ranks."""
+        """Returns all ranks."""
         return range(self.rank_offset, self.rank_offset + self._total)
 
     # ------------------------------------------------------------------ parts
@@ -202,17 +202,17 @@ class Mesh:
 
     @cached_property
     def dense(self) -> Axes:
-        """The dense part: tp, cp, dp and pp in the order."""
+        """Returns the dense part: tp, cp, dp and pp in the order."""
         return self._ordered({axis: axis for axis in DENSE_AXES})
 
     @cached_property
     def expert(self) -> Axes:
-        """The expert part: etp, ep, edp and pp in the order."""
+        """Returns the expert part: etp, ep, edp and pp in the order."""
         return self._ordered(_IN_EXPERTS)
 
     @cached_property
     def factors(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Names and sizes of the factors of dp, cp and tp, from the fastest; empty where these are whole.
+        """Returns names and sizes of the factors of dp, cp and tp, from the fastest; empty where these are whole.
 
         dp is dp_in·dp_out where some of its ranks hold different experts, those of dp_in, and others the same.
         """
@@ -246,11 +246,11 @@ class Mesh:
     # ------------------------------------------------------------------ groups
 
     def part(self, name: str) -> str:
-        """`dense` or `expert`: the part whose axes the name of a group speaks of."""
+        """Returns `dense` or `expert`: the part whose axes the name of a group speaks of."""
         return EXPERT if set(name.split("-")) & {"etp", "ep", "edp"} else DENSE
 
     def groups(self, name: str) -> Groups:
-        """The groups of that name, ordered by their first ranks; ranks ascend.
+        """Returns the groups of that name, ordered by their first ranks; ranks ascend.
 
         Of use are, besides the axes, `tp-pp` (the ranks of one copy of the model), `dp-cp` and `edp` (sum the gradients
         of dense and of expert parameters), and `embedding` (tied embeddings; holds one rank where pp is 1, and else
@@ -265,7 +265,7 @@ class Mesh:
         return axes.groups(names)
 
     def _named(self, name: str) -> tuple[Axes, list[str]]:
-        """The part that the name of a group speaks of, and the axes that it names there."""
+        """Returns the part that the name of a group speaks of, and the axes that it names there."""
         words = name.split("-")
         if self.part(name) == EXPERT:
             axes, names = self.expert, [_IN_EXPERTS.get(word, word) for word in words]
@@ -287,14 +287,14 @@ class Mesh:
         return axes, names
 
     def _pieces(self, words: list[str]) -> list[str]:
-        """The axes, with the factors instead of factored ones."""
+        """Returns the axes, with the factors instead of factored ones."""
         return [piece for word in words for piece in dict(self.factors.get(word, ((word, 0),)))]
 
     # ------------------------------------------------------------------ atoms
 
     @cached_property
     def atoms(self) -> tuple[Atom, ...]:
-        """The common refinement of the dense part with its factors and of the expert part, from the fastest atom.
+        """Returns the common refinement of the dense part, with its factors, and the expert part, from the fastest.
 
         Raises:
             PlanError: there is none; names the two numbers of ranks of which neither divides the other.
@@ -302,7 +302,7 @@ class Mesh:
         return refined({DENSE: self._factored.sizes, EXPERT: self.expert.sizes})
 
     def atoms_of(self, name: str) -> tuple[Atom, ...]:
-        """The atoms of an axis, of a factor of one, or of joined axes, in nesting order: the outermost first.
+        """Returns the atoms of an axis, of a factor of one, or of joined axes, in nesting order: the outermost first.
 
         Joined axes nest as in `PURPOSES`, whatever their order in the name; of an axis the slowest atom is outermost,
         so that ascending ranks are neighbouring blocks. An axis of one rank has no atoms.
@@ -319,11 +319,11 @@ class Mesh:
         return tuple(atom for span in spans for atom in reversed(self.atoms) if atom.stride in span)
 
     def _axis_of(self, name: str) -> str:
-        """The axis whose factor it is; an axis is its own."""
+        """Returns the axis whose factor it is; an axis is its own."""
         return next((axis for axis, factors in self.factors.items() if name in dict(factors)), name)
 
     def nested(self, part: str) -> dict[str, int]:
-        """Sizes of the axes of more than one rank that may stand in a layout of a part, in nesting order.
+        """Returns sizes of the axes of more than one rank that may stand in a layout of a part, in nesting order.
 
         dp stands there as its factors, where it has some.
 
@@ -338,7 +338,7 @@ class Mesh:
 
     @cached_property
     def holders(self) -> dict[str, int]:
-        """Of the dense part's axes those that hold different experts, with their sizes, in nesting order.
+        """Returns of the dense part's axes those that hold different experts, with their sizes, in nesting order.
 
         Raises:
             PlanError: the ranks that hold different experts are no whole axes of the dense part.
@@ -360,7 +360,7 @@ class Mesh:
         return holders
 
     def sharing(self, names: Iterable[str]) -> tuple[str, str] | None:
-        """The first two of some axes that have an atom in common, which never stand in one layout; None without such.
+        """Returns the first two axes with an atom in common, which never stand in one layout; None without such.
 
         Raises:
             PlanError: a name has no meaning, or the parts have no common refinement.
@@ -371,7 +371,7 @@ class Mesh:
     # ------------------------------------------------------------------ ranks
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank's index on every axis of both parts, factors included.
+        """Returns the rank's index on every axis of both parts, factors included.
 
         Raises:
             PlanError: there is no such rank.
@@ -380,7 +380,7 @@ class Mesh:
         return {axis: index for axes in parts for axis, index in axes.coordinates(rank).items()}
 
     def stages(self, rank: int) -> tuple[int, ...]:
-        """The pipeline stages that the rank holds: its c-th is c·pp + its index on pp (SPEC section 3).
+        """Returns the pipeline stages that the rank holds: its c-th is c·pp + its index on pp (SPEC section 3).
 
         Raises:
             PlanError: there is no such rank.
@@ -390,5 +390,5 @@ class Mesh:
 
 
 def _depth(axis: str) -> int:
-    """Place of an axis in nesting order."""
+    """Returns the place of an axis in nesting order."""
     return list(PURPOSES).index(axis)
