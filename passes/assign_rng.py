@@ -49,7 +49,7 @@ def refuse(node: fx.Node) -> NoReturn:
 
 
 def without_gradient(layout: Layout) -> Layout:
-    """How a value that carries no gradient is written."""
+    """Returns how a value that carries no gradient is written."""
     return Layout.of({axis: R if placement == I else placement for axis, placement in layout})
 
 
@@ -66,11 +66,11 @@ class RandomEmitter:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type of the result."""
+        """Returns the element type of the result."""
         return tensor_type(self.node).dtype
 
     def uniform(self, dtype: torch.dtype | None = None) -> fx.Node:
-        """Uniform numbers in (0, 1); by default in the result's type, of half precision in float32."""
+        """Returns uniform numbers in (0, 1); by default in the result's type, of half precision in float32."""
         float_dtype = self.dtype if self.dtype.is_floating_point else torch.float32
         kind = dtype or (torch.float32 if float_dtype in _NARROW else float_dtype)
         return self.drawn(TensorType(kind, tensor_type(self.node).shape))
@@ -78,25 +78,25 @@ class RandomEmitter:
     def call(
         self, target: Any, x: fx.Node, *args: Any, dtype: torch.dtype | None = None, flows: bool = False
     ) -> fx.Node:
-        """An element-wise operation on `x` and what has its layout; `flows` where a gradient goes through it."""
+        """Adds an element-wise operation on `x` and what has its layout; `flows` where a gradient goes through."""
         kind = replace(tensor_type(x), dtype=dtype or tensor_type(x).dtype)
         layout = output_layouts(self.node)[0] if flows else without_gradient(output_layouts(self.node)[0])
         return insert_call(self.node, target, (x, *args), replace(note(self.node), type=kind, layout=layout, random=0))
 
     def scaled(self, x: fx.Node, factor: Any, offset: Any) -> fx.Node:
-        """`x * factor + offset`."""
+        """Returns `x * factor + offset`."""
         if factor != 1:
             x = self.call(aten.mul.Tensor, x, factor)
         return self.call(aten.add.Tensor, x, offset) if isinstance(offset, fx.Node) or offset else x
 
     def normal(self, mean: Any = 0.0, std: Any = 1.0) -> fx.Node:
-        """Normal numbers: the inverse of their distribution function at uniform ones."""
+        """Returns normal numbers: the inverse of their distribution function at uniform ones."""
         centred = self.scaled(self.uniform(), 2.0, -1.0)
         standard = self.call(aten.mul.Tensor, self.call(aten.erfinv.default, centred), math.sqrt(2.0))
         return self.scaled(standard, std, mean)
 
     def exponential(self) -> fx.Node:
-        """Numbers of mean 1, none of them 0."""
+        """Returns numbers of mean 1, none of them 0."""
         return self.call(aten.neg.default, self.call(aten.log.default, self.uniform()))
 
     def below(self, p: Any) -> fx.Node:
@@ -105,14 +105,14 @@ class RandomEmitter:
         return self.call(target, self.uniform(torch.float32), p, dtype=torch.bool)
 
     def detached(self, x: Any) -> Any:
-        """An operand that gets no gradient."""
+        """Returns an operand that gets no gradient."""
         if not isinstance(x, fx.Node):
             return x
         noted = replace(note(x), layout=without_gradient(output_layouts(x)[0]), random=0)
         return insert_call(self.node, aten.detach.default, (x,), noted)
 
     def cast(self, x: fx.Node) -> fx.Node:
-        """`x` in the result's type."""
+        """Returns `x` in the result's type."""
         if tensor_type(x).dtype == self.dtype:
             return x
         new = self.call(aten._to_copy.default, x, dtype=self.dtype)
@@ -158,7 +158,7 @@ def _cauchy(draw: RandomEmitter) -> fx.Node:
 
 
 def _leaky(draw: RandomEmitter) -> fx.Node:
-    """The slopes of negative values are drawn."""
+    """Draws the slopes of negative values."""
     x, low, high = (draw.given[name] for name in ("self", "lower", "upper"))
     slope = draw.cast(draw.scaled(draw.uniform(), high - low, low))
     positive = draw.call(aten.ge.Scalar, x, 0, dtype=torch.bool)
@@ -279,7 +279,7 @@ class _State:
         return self._indices[axis]
 
     def _own_indices(self, x: fx.Node) -> tuple[list[fx.Node], ...]:
-        """The last argument of a draw for the elements of `x`, if it has one."""
+        """Returns the last argument of a draw for the elements of `x`, if it has one."""
         # An index for shards alone. Where all ranks have the value they must draw the same
         # bits, and a summand's dropout is linear only then.
         indices = [self.index(axis) for axis, placement in output_layouts(x)[0] if placement.is_shard]

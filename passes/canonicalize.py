@@ -191,7 +191,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _multiply_sizes(graph: fx.Graph, node: fx.Node) -> None:
-    """The number of elements is the product of the sizes, which later passes read off the whole."""
+    """Writes the number of elements as the product of the sizes, which later passes read off the whole."""
     source: Any = node.args[0]
     shape, known = tensor_type(source).shape, note(node)
     total: Any = None
@@ -241,7 +241,7 @@ def _is_identity(node: fx.Node) -> bool:
 
 
 def _single_dropout(graph: fx.Graph, node: fx.Node) -> None:
-    """The values alone; of a dropout that drops nothing the operand."""
+    """Leaves the values of a dropout alone; of one that drops nothing the operand."""
     for user in list(node.users):
         if user.target is not operator.getitem or user.args[1] != 0:
             raise PassError("the mask of a dropout is used", where=f"%{node.name}", remedy="use functional.dropout")
@@ -256,7 +256,7 @@ def _single_dropout(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _along_channels(node: fx.Node, bias: fx.Node) -> fx.Node:
-    """A convolution's bias as `[C, 1, …]`, one dimension for each of space."""
+    """Returns a convolution's bias as `[C, 1, …]`, one dimension for each of space."""
     kind, weight = tensor_type(bias), tensor_type(node.args[1])  # type: ignore[arg-type]
     shape = (*kind.shape, *[1] * (len(weight.shape) - 2))
     noted = replace(note(node), type=TensorType(kind.dtype, shape))
@@ -301,7 +301,7 @@ def _count_by_comparison(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _beyond(value: fx.Node) -> Any:
-    """A number that none of the values reaches, all of which are 0 or more; infinite where none is known."""
+    """Returns a number that none of the values reaches, all of which are 0 or more; infinite where none is known."""
     value = plain(value)
     while value.target is aten._to_copy.default and not tensor_type(value).is_float:
         value = plain(argument(value, 0))
@@ -313,7 +313,7 @@ def _beyond(value: fx.Node) -> Any:
 
 
 def _size_along(node: fx.Node) -> Any:
-    """The size of the dimension along which places are given; infinite where it is a size of the batch."""
+    """Returns the size of the dimension along which places are given; infinite where it is a size of the batch."""
     arguments, shape = bind_arguments(node), tensor_type(argument(node, 0)).shape
     dim = arguments.get("dim", None if node.target in _ARGUMENTS else -1)
     size = shape[int(dim)] if dim is not None and shape else None
@@ -350,7 +350,7 @@ def _slice_by_constants(program: Program) -> None:
 
 
 def _walk(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
-    """Every node of the graph and of every sub-graph (higher-order operators), with the module that owns it."""
+    """Yields every node of the graph and of every sub-graph (higher-order operators), with the module that owns it."""
     for node in graph_module.graph.nodes:
         yield graph_module, node
         if node.op == "get_attr":

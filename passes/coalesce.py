@@ -70,7 +70,7 @@ def _is_reduction(program: Program, node: fx.Node) -> bool:
 
 
 def _order(nodes: Sequence[fx.Node]) -> list[str] | None:
-    """The axes so that each stands behind those that parameters take before it; None where there is no such order."""
+    """Returns the axes, each behind those that parameters take before it; None where there is no such order."""
     before: dict[str, set[str]] = {str(node.kwargs["axis"]): set() for node in nodes}
     for node in nodes:
         source = operands(node)[0]
@@ -83,7 +83,7 @@ def _order(nodes: Sequence[fx.Node]) -> list[str] | None:
 
 
 def _buckets(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Nodes of one axis and element type, of `BUCKET` bytes at most where there are several."""
+    """Yields nodes of one axis and element type, of `BUCKET` bytes at most where there are several."""
     groups: dict[tuple[str, torch.dtype], list[list[fx.Node]]] = {}
     sizes: dict[int, int] = {}
     for node in reversed(nodes):
@@ -99,7 +99,7 @@ def _buckets(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
 
 
 def _merge(program: Program, bucket: Sequence[fx.Node]) -> None:
-    """One node in front of all others, and an item of it in place of each coercion."""
+    """Puts one node in front of all others, and an item of it in place of each coercion."""
     axis = str(bucket[0].kwargs["axis"])
     layouts = [note(node).layout for node in bucket]
     noted = Note(type=tuple(tensor_type(node) for node in bucket), layout=tuple(layouts), origin="bucket")  # type: ignore[arg-type]

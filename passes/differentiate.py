@@ -92,7 +92,7 @@ def differentiate(program: Program) -> Program:
 
 
 def of_outputs(tangents: Sequence[str], outputs: Sequence[str], trained: Collection[str]) -> Pass:
-    """`differentiate` of some outputs.
+    """Returns `differentiate` of some outputs.
 
     Args:
         tangents: outputs that have one.
@@ -136,13 +136,13 @@ def _take_once(program: Program) -> None:
 
 
 def differentiable(program: Program) -> tuple[str, ...]:
-    """The outputs that carry a gradient."""
+    """Returns the outputs that carry a gradient."""
     flags = carried(program)
     return tuple(name for name, node in program.output_nodes().items() if flags[node][0])
 
 
 def forward_of(program: Program) -> Program:
-    """The forward of a step, a program as before `differentiate` but for what saves more than its results."""
+    """Returns the forward of a step, a program as before `differentiate` but for what saves more than its results."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
@@ -255,7 +255,7 @@ class _Backward:
         return new, call.target
 
     def _replace(self, node: fx.Node, new: fx.Node) -> None:
-        """A node of the forward by another that computes the same, which takes its name."""
+        """Replaces a node of the forward by another that computes the same."""
         self.flags[new] = self.flags.pop(node)
         replace_node(node, new)
 
@@ -270,7 +270,7 @@ class _Backward:
                 self._add(operand, 0, self._left(node, gradient), note(node))
 
     def _entered(self, node: fx.Node, gradient: fx.Node | None) -> fx.Node | None:
-        """Gradients of half-precision parameters, and of what they make, are summed over ranks in the main type."""
+        """Casts gradients of half-precision parameters, and of what they make, to the main type for sums over ranks."""
         is_sum = isinstance(node.target, Operator) and node.target.sums_gradients
         if gradient is None or not is_sum or not is_copy(self.program.plan, output_types(gradient)[0]):
             return gradient
@@ -279,7 +279,7 @@ class _Backward:
         return self._cast(gradient, MAIN, note(node))
 
     def _left(self, node: fx.Node, gradient: fx.Node) -> fx.Node:
-        """What is made of parameters has gradients of its own type; parameters have those of main values."""
+        """Casts gradients of what is made of parameters to its type; parameters have those of main values."""
         kind = output_types(operands(node)[0])[0]
         is_sum = isinstance(node.target, Operator) and node.target.sums_gradients
         if not is_sum or of_parameter(node) or output_types(gradient)[0].dtype == kind.dtype:
@@ -338,7 +338,7 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def sizes_needed(program: Program) -> Needs:
-    """What the sizes must satisfy, with what they satisfy by the program's conditions.
+    """Returns what the sizes must satisfy, with what they satisfy by the program's conditions.
 
     Numbers are those of the first operation that needs some: of what is captured with them more may be needed.
     """
@@ -355,13 +355,13 @@ def sizes_needed(program: Program) -> Needs:
 
 
 def is_differentiable(program: Program) -> bool:
-    """Whether PyTorch differentiates a program for all sizes that its conditions admit."""
+    """Returns whether PyTorch differentiates a program for all sizes that its conditions admit."""
     derivatives = Derivatives(program.all_symbols, program.conditions)
     return all(derivatives.has(*call) for call in _calls(program))
 
 
 def _calls(program: Program) -> Iterator[tuple[fx.Node, Any, Any, list[bool], list[bool]]]:
-    """What `differentiate` asks PyTorch for, as `Derivatives.of` takes it."""
+    """Yields what `differentiate` asks PyTorch for, as `Derivatives.of` takes it."""
     flags = carried(program)
     needed = reached(program, flags)
     for node in program.graph.nodes:
@@ -374,7 +374,7 @@ def _calls(program: Program) -> Iterator[tuple[fx.Node, Any, Any, list[bool], li
 
 
 def _is_traced(node: fx.Node) -> bool:
-    """Whether its derivative is that of PyTorch, as `differentiate` decides it."""
+    """Returns whether its derivative is that of PyTorch, as `differentiate` decides it."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     if isinstance(node.target, Operator) and (node.target.derivative is not None or node.target.saving is not None):

@@ -80,7 +80,7 @@ def divide_batch(program: Program) -> Program:
 
 
 def of_all_ranks(program: Program) -> Program:
-    """The program for the batches of all data ranks together, where its example is one rank's."""
+    """Returns the program for the batches of all data ranks together, where its example is one rank's."""
     n = program.plan.data_ranks
     if n == 1:
         return program

@@ -61,7 +61,7 @@ def divide_sequence(program: Program) -> Program:
 
 
 def _lengths(program: Program) -> set[str]:
-    """Names of the symbols that are sequence lengths."""
+    """Returns names of the symbols that are sequence lengths."""
     sizes: set[Size] = set()
     for node in program.graph.nodes:
         if node.target is aten.scaled_dot_product_attention.default:

@@ -52,7 +52,7 @@ def exchange(program: Program) -> Program:
 
 
 def exchange_over(axes: Collection[str]) -> Pass:
-    """The pass, for collectives over these axes and joined axes (`dp-tp`) alone."""
+    """Returns the pass, for collectives over these axes and joined axes (`dp-tp`) alone."""
     return replace(exchange, run=partial(_exchanged, axes=frozenset(axes)))
 
 
@@ -83,7 +83,7 @@ def _alone(whole: Program, could: Iterable[fx.Node], origins: Mapping[fx.Node, f
 
 
 def _origins(program: Program, whole: Program) -> dict[fx.Node, fx.Node]:
-    """Of each node that is written out, the one of the program or of a region that it is."""
+    """Returns for each node that is written out, the one of the program or of a region that it is."""
     origins: dict[fx.Node, fx.Node] = {}
     nodes = {node.name: node for node in program.graph.nodes}
     left = {
@@ -98,7 +98,7 @@ def _origins(program: Program, whole: Program) -> dict[fx.Node, fx.Node]:
 def _numbered(
     known: Sequence[Handshakes], origins: Mapping[fx.Node, fx.Node]
 ) -> tuple[dict[fx.Node, int], set[fx.Node]]:
-    """A buffer for each node of the program or of a region, and those for which there is none."""
+    """Returns a buffer for each node of the program or of a region, and those for which there is none."""
     buffers: dict[fx.Node, int] = {}
     refused = set()
     for group in known:
@@ -116,7 +116,7 @@ def _numbered(
 
 
 def _first(group: Handshakes, nodes: Sequence[fx.Node], others: Sequence[tuple[int, Sequence[fx.Node]]]) -> int | None:
-    """The first buffer for all of the nodes; None where each would need its own."""
+    """Returns the first buffer for all of the nodes; None where each would need its own."""
     opens, closes = any(map(group.opens, nodes)), any(map(group.closes, nodes))
     if (opens and closes) or not all(group.are_apart(a, b) for a, b in itertools.combinations(nodes, 2)):
         return None
@@ -128,7 +128,7 @@ def _first(group: Handshakes, nodes: Sequence[fx.Node], others: Sequence[tuple[i
 
 
 def _with(program: Program, buffers: Mapping[fx.Node, int], alone: Collection[fx.Node]) -> Program:
-    """The program with these buffers, and these in one shot; regions stay, for whoever else has them."""
+    """Returns the program with these buffers, and these in one shot; regions stay, for whoever else has them."""
     rewritten: dict[Region, Region] = {}
     for node in program.graph.nodes:
         region = region_of(node)

@@ -92,7 +92,7 @@ def _mask(node: fx.Node) -> Any:
 
 
 def _kind(node: fx.Node, mask: fx.Node, element: Element) -> _Kind | None:
-    """What the mask is in this attention; None for another."""
+    """Returns what the mask is in this attention; None for another."""
     args, result = bind_arguments(node), tensor_type(node).shape
     rows, cols = tensor_type(args["query"]).shape[-2], tensor_type(args["key"]).shape[-2]
     if args["is_causal"] or tensor_type(args["query"]).shape[:-1] != result[:-1]:
@@ -116,7 +116,7 @@ def _kind(node: fx.Node, mask: fx.Node, element: Element) -> _Kind | None:
 
 
 def _allowed(element: Numbers, dtype: torch.dtype) -> Predicate | None:
-    """Where a floating mask adds 0; None if it adds anything else than that or what no score outweighs."""
+    """Returns where a floating mask adds 0; None if it adds anything else than that or what no score outweighs."""
     # bfloat16's minimum lies a little above float32's, and authors add either. float16 ends at -65504.
     smallest = max(_SMALLEST, torch.finfo(dtype).min) if dtype.is_floating_point else _SMALLEST
     clauses: frozenset[Any] = frozenset()
@@ -138,7 +138,7 @@ def _set_mask(node: fx.Node, mask: fx.Node | None, is_causal: bool) -> None:
 
 
 def _window(graph: fx.Graph, user: fx.Node, origin: Note, width: int) -> fx.Node | None:
-    """A new mask of the last `width` columns, behind the size it needs; None where no node has that size."""
+    """Returns a new mask of the last `width` columns, behind the size it needs; None where no node has that size."""
     size = tensor_type(user).shape[-2]
     count = size if isinstance(size, int) else _size_node(graph, user, size)
     if count is None:
@@ -158,7 +158,7 @@ def _window(graph: fx.Graph, user: fx.Node, origin: Note, width: int) -> fx.Node
 
 
 def _size_node(graph: fx.Graph, user: fx.Node, size: Size) -> fx.Node | None:
-    """The first node before `user` whose value is that size."""
+    """Returns the first node before `user` whose value is that size."""
     for node in graph.nodes:
         if node is user:
             return None

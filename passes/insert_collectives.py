@@ -105,7 +105,7 @@ def _insert(node: fx.Node, step: Conversion, user: fx.Node) -> fx.Node:
 
 
 def _finish_outputs(program: Program, known: Made, flags: dict[fx.Node, tuple[bool, ...]]) -> None:
-    """The loss becomes invariant, and a buffer whole on every rank; other outputs too or stay shards.
+    """Makes the loss invariant, and buffers whole on every rank; other outputs become so or stay shards.
 
     No caller could add the ranks' summands of a partial value, nor give each rank its share of a gradient.
     """

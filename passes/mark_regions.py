@@ -56,7 +56,7 @@ def mark_regions(program: Program) -> Program:
 
 
 def reason_of(node: fx.Node, counted: Collection[str]) -> str:
-    """Why no CUDA graph can hold a node; empty where one can.
+    """Returns why no CUDA graph can hold a node; empty where one can.
 
     Args:
         counted: names of the numbers of rows that are counted.
@@ -65,7 +65,7 @@ def reason_of(node: fx.Node, counted: Collection[str]) -> str:
 
 
 def _of_counted_rows(node: fx.Node, counted: Collection[str]) -> str:
-    """Why what has or reads rows that are counted is in no graph; empty for others."""
+    """Returns why what has or reads rows that are counted is in no graph; empty for others."""
     kinds = [kind for tensor in (node, *operands(node)) for kind in output_types(tensor)] if counted else []
     if names(size for kind in kinds for size in kind.shape).isdisjoint(counted):
         return ""

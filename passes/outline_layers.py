@@ -86,7 +86,7 @@ def outline_layers(program: Program) -> Program:
 
 
 def _ordered(program: Program) -> list[fx.Node]:
-    """The operations: numbers of sizes, then phase by phase, parts of tuples behind their tuples."""
+    """Returns the operations: numbers of sizes, then phase by phase, parts of tuples behind their tuples."""
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     early: set[fx.Node] = set()
     for node in calls:
@@ -105,7 +105,7 @@ def _ordered(program: Program) -> list[fx.Node]:
 
 
 def _operations(nodes: Sequence[fx.Node]) -> dict[fx.Node, tuple[int, list[fx.Node]]]:
-    """Of each node a number, equal where all that it is without its operands is equal, and the operands.
+    """Returns for each node a number, equal where all that it is without its operands is equal, and the operands.
 
     That is all but its place in the author's model, its identity, and why its layout is what it is.
     """
@@ -132,7 +132,7 @@ def _until(nodes: Sequence[fx.Node]) -> list[int]:
 
 
 def _parts(nodes: Sequence[fx.Node]) -> list[_Part]:
-    """What may be called of the nodes of a phase, in order."""
+    """Returns what may be called of the nodes of a phase, in order."""
     operations = _operations(nodes)
     tokens, until = [number for number, _ in operations.values()], _until(nodes)
     runs = parts(tokens, until, least=_LEAST)
@@ -174,13 +174,13 @@ class _Part:
 
     @property
     def used(self) -> set[int]:
-        """Positions of the nodes that are used outside."""
+        """Returns positions of the nodes that are used outside."""
         inner = set(self.nodes)
         return {i for i, node in enumerate(self.nodes) if any(user not in inner for user in node.users)}
 
     @property
     def is_whole(self) -> bool:
-        """Whether what leaves it are tensors, and what enters it tensors or numbers."""
+        """Returns whether what leaves it are tensors, and what enters it tensors or numbers."""
         entering = all(not isinstance(note(node).type, tuple) for node in self.outer)
         return entering and all(isinstance(note(self.nodes[i]).type, TensorType) for i in self.used)
 
@@ -211,7 +211,7 @@ class _Class:
         self.region = Region(name, graph, self._joined(layer, first))
 
     def fqn(self, part: _Part) -> str:
-        """The author's modules that a part is of."""
+        """Returns the author's modules that a part is of."""
         return self.region.fqn if part is self.parts[0] else self._joined(_module(self.parts[0], part)[1], part)
 
     def _joined(self, layer: str, part: _Part) -> str:
@@ -219,7 +219,7 @@ class _Class:
 
 
 def _module(one: _Part, other: _Part) -> tuple[str, str]:
-    """The modules in which two parts differ: of most nodes, what their names have up to the first other word."""
+    """Returns the modules in which two parts differ: of most nodes, their names up to the first other word."""
     modules: Counter[tuple[str, str]] = Counter()
     for pair in zip(one.nodes, other.nodes, strict=True):
         words = [note(node).fqn.split(".") for node in pair]
@@ -230,7 +230,7 @@ def _module(one: _Part, other: _Part) -> tuple[str, str]:
 
 
 def _others(alike: Sequence[_Part], layer: str) -> list[int]:
-    """Positions of nodes that are of other modules than the layer, one for each module of the first part's.
+    """Returns positions of nodes that are of other modules than the layer, one for each module of the first part's.
 
     Of modules one of which is inside another one the inner one comes first.
     """
@@ -244,7 +244,7 @@ def _others(alike: Sequence[_Part], layer: str) -> list[int]:
 
 
 def _rebuilt(program: Program, order: Sequence[fx.Node], classes: Sequence[_Class]) -> Program:
-    """The program in that order, with calls in place of parts."""
+    """Returns the program in that order, with calls in place of parts."""
     starts = {part.nodes[0]: (known, part) for known in classes for part in known.parts}
     inside = {node for known in classes for part in known.parts for node in part.nodes}
     graph = fx.Graph()
@@ -269,7 +269,7 @@ def _rebuilt(program: Program, order: Sequence[fx.Node], classes: Sequence[_Clas
 
 
 def _free(name: str, taken: set[str]) -> str:
-    """The name, or the next one that nothing has."""
+    """Returns the name, or the next one that nothing has."""
     numbers = itertools.count(2)
     candidate = name
     while candidate in taken:
@@ -279,7 +279,7 @@ def _free(name: str, taken: set[str]) -> str:
 
 
 def _named(groups: Sequence[Sequence[_Part]]) -> list[_Class]:
-    """The classes, each with a name of its own."""
+    """Returns the classes, each with a name of its own."""
     count: Counter[str] = Counter()
     classes = []
     for alike in groups:
@@ -312,7 +312,7 @@ def numbers_by_phase(program: Program) -> None:
 
 
 def _is_inner(node: fx.Node) -> bool:
-    """Whether a node is a number of what the program makes."""
+    """Returns whether a node is a number of what the program makes."""
     above = ancestors([node], _is_number)
     return _is_number(node) and any(read.op != "placeholder" and not _is_number(read) for read in above)
 

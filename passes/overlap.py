@@ -71,7 +71,7 @@ def overlap(program: Program) -> Program:
 
 
 def _runs(program: Program) -> Iterator[list[fx.Node]]:
-    """What stands between calls, phase by phase; numbers go with what stands in front of them."""
+    """Yields what stands between calls, phase by phase; numbers go with what stands in front of them."""
     key = 0
     phase: str | None = None
     keys: dict[fx.Node, int] = {}
@@ -146,7 +146,7 @@ class _Order:
             self._place(run, node)
 
     def _place(self, run: frozenset[fx.Node], node: fx.Node) -> None:
-        """A node behind what it reads."""
+        """Places a node behind what it reads."""
         stack = [node]
         while stack:
             last = stack[-1]

@@ -59,7 +59,7 @@ def partition_stages(program: Program) -> Program:
 
 
 def holding(holders: Mapping[str, tuple[int, ...]]) -> Pass:
-    """`partition_stages` for a further program of a module that exists already.
+    """Returns `partition_stages` for a further program of a module that exists already.
 
     Args:
         holders: the stages that hold each parameter in the module, by its name. The program is cut so that they do.
@@ -132,7 +132,7 @@ class _Stages:
                     node.replace_input_with(read, local)
 
     def _on(self, value: fx.Node, stage: int, reader: fx.Node) -> fx.Node:
-        """A value on a stage, computed there or received."""
+        """Returns a value on a stage, computed there or received."""
         value = self.origin.get(value, value)
         # One transfer for all readers of a stage: a second message would be another receive in the schedule.
         known = self.made.get((value, stage))
@@ -157,7 +157,7 @@ class _Stages:
         return insert_call(reader, transfer, (source,), sent, f"{value.name}_on_{stage}")
 
     def _computed(self, value: fx.Node, stage: int, reader: fx.Node) -> fx.Node:
-        """A copy of what each stage computes for itself; the first takes the node itself."""
+        """Returns a copy of what each stage computes for itself; the first takes the node itself."""
         sources = {read: self._on(read, stage, reader) for read in value.all_input_nodes if read.op == "call_function"}
         sources |= {read: read for read in value.all_input_nodes if read.op == "placeholder"}
         if not note(value).stages:
@@ -171,7 +171,7 @@ class _Stages:
         return update(new, stages=(stage,))
 
     def _hold(self) -> None:
-        """Parameters are held by the stages that read them, and buffers by that which writes them; others by the first.
+        """Gives parameters to the stages that read them, buffers to that which writes them, others to the first.
 
         Raises:
             PlanError: a buffer is written by one stage and read by another, which would not know the new value.

@@ -86,13 +86,13 @@ def _phase(node: fx.Node) -> str:
 
 
 def _forward(program: Program) -> list[fx.Node]:
-    """What may be computed again."""
+    """Returns what may be computed again."""
     weights = weights_of(program.graph, [program.node(p.node) for p in program.parameters])
     return [node for node in program.graph.nodes if is_forward(node) and is_repeatable(node) and node not in weights]
 
 
 def _regions(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
-    """Those that the author checkpointed."""
+    """Returns those that the author checkpointed."""
     regions: dict[int, list[fx.Node]] = {}
     for node in nodes:
         if note(node).recompute:
@@ -101,7 +101,7 @@ def _regions(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _with_layers(program: Program, forward: Sequence[fx.Node]) -> tuple[list[list[fx.Node]], list[fx.Node]]:
-    """The layers, each with the author's regions that reach into it, as one; and the nodes that are of none."""
+    """Returns the layers, each with the author's regions that reach into it, as one; and the nodes that are of none."""
     allowed = set(forward)
     parts = _layers(program, forward_of(program))
     owner = {node: i for i, part in enumerate(parts) for node in part}
@@ -118,6 +118,6 @@ def _with_layers(program: Program, forward: Sequence[fx.Node]) -> tuple[list[lis
 
 
 def _interior(part: Sequence[fx.Node]) -> list[fx.Node]:
-    """What nothing of the forward outside reads."""
+    """Returns what nothing of the forward outside reads."""
     inside = {*part, *(user for node in part for user in node.users if user.op != "output" and not is_forward(user))}
     return [node for node in part if inside.issuperset(node.users)]

@@ -101,7 +101,7 @@ def _random_states(forward: Program) -> frozenset[str]:
 
 
 def _kinds(program: Program, stored: Storages, sent: set[str]) -> tuple[set[fx.Node], set[fx.Node], set[fx.Node]]:
-    """What may be computed again: what is cheap, what gathers a sequence, and what may hold matrix products."""
+    """Returns what may be computed again: what is cheap, what gathers a sequence, and what may hold matrix products."""
     weights = weights_of(program.graph, [program.node(p.node) for p in program.parameters])
     dear = {node for node, _ in matmul_flops(program)}
     crossing = _crossing(program, stored)
@@ -117,14 +117,14 @@ def _kinds(program: Program, stored: Storages, sent: set[str]) -> tuple[set[fx.N
 
 
 def _is_foreign(node: fx.Node) -> bool:
-    """Whether nobody knows what an operator costs: it is neither torch's nor fxpar's."""
+    """Returns whether nobody knows what an operator costs: it is neither torch's nor fxpar's."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target.namespace not in ("aten", "prims", "fxpar")
     return "path" in node.kwargs
 
 
 def _crossing(program: Program, stored: Storages) -> set[fx.Node]:
-    """Values that are read behind the end of the layer, or of the run between layers, in which they are made."""
+    """Returns values that are read behind the layer, or the run between layers, that makes them."""
     starts = {node for part in layers(program, stored) for node in (part[0], part[-1].next)}
     place, current = dict[fx.Node, int](), 0
     for node in program.graph.nodes:
@@ -155,13 +155,13 @@ def _sending(program: Program, entry: Collective) -> float:
 
 
 def _part(program: Program, node: fx.Node) -> float:
-    """What part of a product a rank computes."""
+    """Returns what part of a product a rank computes."""
     layouts = [layout for operand in operands(node) for layout in output_layouts(operand)]
     return prod(computed_fraction([layout.on(axis) for layout in layouts], n) for axis, n in program.axes.items())
 
 
 def _moved(node: fx.Node, stored: Storages) -> int:
-    """Bytes that a rank reads and writes; none where the result is a view."""
+    """Returns bytes that a rank reads and writes; none where the result is a view."""
     sources = set[int]().union(*(stored.of.get(read.name, frozenset()) for read in operands(node)))
     written = stored.of.get(node.name, frozenset())
     # A view has the memory of its operand: no kernel runs.

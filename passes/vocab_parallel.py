@@ -49,7 +49,7 @@ def vocab_parallel(program: Program) -> Program:
 
 
 def _is_cut(program: Program, node: fx.Node, axis: str) -> bool:
-    """Whether an operand is a shard that the operation's own rule refuses."""
+    """Returns whether an operand is a shard that the operation's own rule refuses."""
     rule = rule_of(node.target)
     assert rule is not None
     views = [
