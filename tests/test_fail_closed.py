@@ -336,7 +336,7 @@ TABLE = [
     Bad("unknown operator", lambda: text_with("aten.relu", "aten.rely"), "TextError", "aten.rely"),
     Bad("undefined node", lambda: text_with("relu.default(%", "relu.default(%no_"), "TextError", "%no_"),
     Bad("unknown axis", lambda: text_with("reduce_from[tp]", "reduce_from[xp]"), "TextError", "xp"),
-    Bad("code for a size", lambda: text_with("f32[6]", "f32[__import__('os')]"), "TextError", "is no size"),
+    Bad("code for a size", lambda: text_with("f32[6]", "f32[__import__('os')]"), "TextError", "is not a size"),
     Bad("other width", lambda: text_with('weight"] : f32[10, 6]', 'weight"] : f32[12, 6]'), "CheckFailed", "%"),
     Bad("collective left out", lambda: text_with(*UNREDUCED), "LayoutError", "tp"),
     Bad("wrong cut", lambda: text_with("f32[10, 6] tp:S(0)", "f32[10, 6] tp:S(1)"), "LayoutError", "linear"),

@@ -357,7 +357,7 @@ def _loss_name(program: Program, requested: str | None) -> str:
     if requested is not None:
         if requested not in scalars:
             raise CaptureError(
-                f"is no scalar output (those are: {', '.join(scalars) or 'none'})",
+                f"is not a scalar output (those are: {', '.join(scalars) or 'none'})",
                 where=f"loss={requested!r}",
                 remedy="name one of them, or pass the labels that the loss needs",
             )
@@ -478,7 +478,7 @@ class Notes:
         size = simplify(parsed.subs(self.substitution))
         images = {s.name for s in self.symbols if s.dim > 1}
         if not isinstance(size, int) and not size.is_polynomial() and names([size]) & images:
-            raise SizeError(f"the size {size} of an image is no polynomial", remedy="give images of one size")
+            raise SizeError(f"the size {size} of an image is not a polynomial", remedy="give images of one size")
         return size
 
     def _type(self, value: Any) -> ValueType:

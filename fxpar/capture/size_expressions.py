@@ -121,7 +121,7 @@ def written(size: torch.SymInt, groups: Mapping[str, int] = MappingProxyType({})
         parsed = parse_size(str(in_groups(size.node.expr, groups)))
     except TextError:
         raise SizeError(
-            f"the size {size.node.expr} is no polynomial in the inputs' sizes", remedy="reshape with explicit sizes"
+            f"the size {size.node.expr} is not a polynomial in the inputs' sizes", remedy="reshape with explicit sizes"
         ) from None
     shares = {symbol(name): symbol(name) / groups[name] for name in names((parsed,)) & groups.keys()}
     return simplify(parsed.subs(shares)) if shares and not isinstance(parsed, int) else parsed

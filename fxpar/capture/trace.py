@@ -210,7 +210,7 @@ class WithLoss(nn.Module):
         loss = self._loss[0](outputs, batch)
         if not isinstance(loss, Tensor) or loss.dim() > 0 or not loss.is_floating_point():
             kind = f"{loss.dtype}{list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise CaptureError(f"returns {kind}, no floating scalar", where="loss", remedy="reduce it to one number")
+            raise CaptureError(f"returns {kind}, not a floating scalar", where="loss", remedy="reduce it to one number")
         return {"loss": loss, "outputs": outputs}
 
 
@@ -512,7 +512,7 @@ def _explain_now(error: BaseException, without_memory: nn.Module | None) -> None
     # A model that has run eagerly hashes what it hashes: it is torch 2.11 that hashes an unknown output here.
     if ("not a known type" in text and "output" in text) or text.startswith("unhashable type"):
         raise CaptureError(
-            f"the model returns an object that is no known container: {_first_line(text).split('. ')[0]}",
+            f"the model returns an object of an unknown container type: {_first_line(text).split('. ')[0]}",
             where="outputs",
             remedy="return tensors, tuples or dicts; torch.export.register_dataclass makes a dataclass known",
         ) from error

@@ -232,7 +232,7 @@ def tensor_type(node: fx.Node) -> TensorType:
     """
     kind = note(node).type
     if not isinstance(kind, TensorType):
-        raise TypeError(f"node %{node.name} is no single tensor but {kind}")
+        raise TypeError(f"node %{node.name} is not a single tensor but {kind}")
     return kind
 
 

@@ -313,7 +313,7 @@ def parse_placement(text: str, shape: Sequence[Size] | None) -> Placement:
         return Placement(text)
     match = _SHARD.match(text)
     if match is None or shape is None or int(match[1]) >= len(shape):
-        raise TextError(f"'{text}' is no layout of {shape}", remedy="write I, R, P, V or S(dim)")
+        raise TextError(f"'{text}' is not a layout of {shape}", remedy="write I, R, P, V or S(dim)")
     dim = int(match[1])
     if match[2] is None:
         return shard(dim, shape[dim])
@@ -335,6 +335,6 @@ def _parse_piece(text: str) -> Piece:
     outer, mark, size_text = match[2].rpartition(" x ")
     copies, padded = int(match[4] or 1), int(match[5] or 0)
     if copies < 1 or (match[5] is not None and padded < 1):
-        raise TextError(f"'{text}' is no piece of a dimension", remedy="write numbers from 1 on behind / and ~")
+        raise TextError(f"'{text}' is not a piece of a dimension", remedy="write numbers from 1 on behind / and ~")
     sizes = parse_size(outer) if mark else 1, parse_size(size_text)
     return Piece(*sizes, not match[1], copies, padded, match[3] is not None)

@@ -85,7 +85,7 @@ def _evaluate(size: sympy.Expr, values: tuple[tuple[str, int], ...]) -> int:
     result = size.subs({symbol(name): value for name, value in values})
     if not result.is_Integer:
         missing = sorted(str(s) for s in result.free_symbols)
-        raise ValueError(f"size {size} is no integer: symbols without a value: {missing}")
+        raise ValueError(f"size {size} is not an integer: symbols without a value: {missing}")
     return int(result)
 
 
@@ -194,7 +194,7 @@ def _power(node: ast.AST) -> int:
 
 
 def _no_size(text: str) -> TextError:
-    return TextError(f"'{text}' is no size", remedy="write an integer or arithmetic in symbols")
+    return TextError(f"'{text}' is not a size", remedy="write an integer or arithmetic in symbols")
 
 
 def _read(node: ast.expr, text: str) -> Size:

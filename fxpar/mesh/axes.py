@@ -190,7 +190,7 @@ class Axes:
         """
         if rank not in self.ranks:
             raise PlanError(
-                f"rank {rank} is none of {self.ranks.start}–{self.ranks.stop - 1}",
+                f"rank must be one of {self.ranks.start}–{self.ranks.stop - 1}, got {rank}",
                 where="rank",
                 remedy="choose another",
             )

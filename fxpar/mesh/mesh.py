@@ -97,21 +97,21 @@ class Mesh:
         if isinstance(self.hierarchical_cp, tuple):
             counts |= {f"hierarchical_cp[{level}]": size for level, size in enumerate(self.hierarchical_cp)}
         else:
-            reason = f"hierarchical_cp={shown(self.hierarchical_cp)} is no list of sizes"
+            reason = f"hierarchical_cp must be a list of sizes, got {shown(self.hierarchical_cp)}"
             yield "cp", reason, "give the size of each level"
         for name, value in counts.items():
             if type(value) is not int or value < 1:
-                yield name, f"{name}={shown(value)} is no positive integer", "give a number of at least 1"
+                yield name, f"{name} must be a positive integer, got {shown(value)}", "give a number of at least 1"
             elif value > MOST_RANKS:
-                reason = f"{name}={shown(value)} is more than {MOST_RANKS}"
+                reason = f"{name} must be at most {MOST_RANKS}, got {shown(value)}"
                 yield name.replace("_", " "), reason, "check the sizes of the axes"
         if type(self.rank_offset) is not int or not 0 <= self.rank_offset <= MOST_RANKS:
-            reason = f"rank_offset={shown(self.rank_offset)} is no rank"
+            reason = f"rank_offset must be the number of a rank, got {shown(self.rank_offset)}"
             yield "rank_offset", reason, f"give a number from 0 to {MOST_RANKS}"
         if isinstance(self.order, str):
             yield from self._wrong_words(self.order.split("-"))
         else:
-            yield "order", f"order={shown(self.order)} is no text", f"write axes as in {ORDER!r}"
+            yield "order", f"order must be text, got {shown(self.order)}", f"write axes as in {ORDER!r}"
 
     def _wrong_words(self, words: list[str]) -> Iterator[_Problem]:
         known = ORDER.split("-")
@@ -132,7 +132,7 @@ class Mesh:
             product, total = math.prod(sizes), self._total
             text = f"{'·'.join(axes)} = {'·'.join(map(str, sizes))} = {product}"
             if total % product:
-                reason = f"the world size {total} is no multiple of {text}, so that {left} is no whole number"
+                reason = f"the world size {total} is not a multiple of {text}, so that {left} is not a whole number"
                 yield left, reason, f"change the world size or {', '.join(axes)}"
             elif left == "dp" and self.dp not in (None, total // product):
                 reason = f"dp={self.dp} differs from the world size {total} / ({text}) = {total // product}"
@@ -280,7 +280,7 @@ class Mesh:
         if missing is not None:
             known = dict.fromkeys((*axes.names, *(self.factors if self.part(name) == DENSE else ())))
             raise PlanError(
-                f"the group {name!r} has no meaning: {missing!r} is no axis of the {self.part(name)} part",
+                f"the group {name!r} has no meaning: {missing!r} is not an axis of the {self.part(name)} part",
                 where=f"group {name}",
                 remedy=f"combine axes of one part, here {', '.join(known)}",
             )

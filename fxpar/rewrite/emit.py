@@ -463,7 +463,7 @@ class BackwardEmitter:
                     return self._arithmetic(operator.mul, (self._numbers[known], self.number(rest)), size)
         operation = last_operation(size)
         if operation is None:
-            raise PassError(f"the size {size} is no arithmetic in sizes of inputs", where="differentiate")
+            raise PassError(f"the size {size} is not arithmetic in sizes of inputs", where="differentiate")
         name, *sizes = operation
         return self._arithmetic(SIZE_FUNCTIONS[name], tuple(map(self.number, sizes)), size)
 

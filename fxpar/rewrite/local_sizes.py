@@ -83,7 +83,7 @@ def _share(before: fx.Node, size: Any, share: Size) -> fx.Node:
     kind = note(size).type if isinstance(size, fx.Node) else None
     ranks = divide(kind.value, share) if isinstance(kind, ScalarType) else None
     if not isinstance(ranks, int):
-        raise PassError(f"a part of {share} elements is no share of {kind}", where=f"%{before.name}")
+        raise PassError(f"a part of {share} elements is not a share of {kind}", where=f"%{before.name}")
     return size if ranks == 1 else _divided(before, size, ranks)
 
 

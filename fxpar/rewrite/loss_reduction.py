@@ -145,7 +145,7 @@ def check_added(program: Program, means: Iterable[fx.Node], batch: str) -> None:
     if adds:
         remedy = "write the loss as sums over rows, divided by numbers or num_items_in_batch, or take another reduction"
     elif not mean_nodes:
-        raise PlanError("the loss is no mean over the batch", where=where, remedy=remedy)
+        raise PlanError("the loss is not a mean over the batch", where=where, remedy=remedy)
     with_rows = {entry.node for entry in program.inputs if batch in names(entry.type.shape)}
 
     def is_fixed(node: fx.Node) -> bool:
@@ -163,7 +163,7 @@ def check_added(program: Program, means: Iterable[fx.Node], batch: str) -> None:
         is_scaled = node.target in _SCALING and all(map(is_fixed, _others(node, node.args[0])))
         if not (node.target in _KEEPING | _ADDING or is_scaled):
             what = "sum over rows" if adds else "mean of each rank's own"
-            raise PlanError(f"is no {what}, nor made of such", where=describe(node), remedy=remedy)
+            raise PlanError(f"is not a {what}, nor made of such", where=describe(node), remedy=remedy)
         if adds and node.target in _ADDING:
             _count_fixed(node, program.plan.data_ranks, is_fixed)
         todo += operands(node)
@@ -227,7 +227,7 @@ def _check_count(program: Program, count: fx.Node) -> None:
         node = node.args[0]  # type: ignore[assignment]
     if node.target not in _SUMS or any(program.parameter(leaf) is not None for leaf in ancestors([node])):
         raise PlanError(
-            "the loss is divided by what is no count: no sum of what follows from the inputs alone",
+            "the loss is divided by what is not a count: not a sum of what follows from the inputs alone",
             where=describe(count),
             remedy="divide the loss by the sum of what counts, or take loss_reduction=mean",
         )

@@ -211,7 +211,7 @@ def _mean(c: Counting) -> None:
         total = c.total("sum", x, dtype)
     elif c.ranks > 1:
         remedy = "take the mean of all its elements, or another loss_reduction"
-        raise PlanError("is no mean of the whole, so that ranks have none of it", where=describe(c.node), remedy=remedy)
+        raise PlanError("is not a mean of the whole, so that no rank has one", where=describe(c.node), remedy=remedy)
     else:
         kind = TensorType(dtype, out.shape)
         total = c.call("sum", aten.sum.dim_IntList, (x, dims, keep), kind, dtype=dtype)

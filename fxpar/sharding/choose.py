@@ -221,7 +221,7 @@ def _pin_vector(
     pin = _meets(node, weights, {product: pin for pin in pins.values() for product in pin.products})
     if pin is None:
         raise PlanError(
-            f"{parameter.fqn} is no bias of a split matrix, so {how} says nothing of it",
+            f"{parameter.fqn} is not a bias of a split matrix, so {how} says nothing of it",
             where=f"split[{glob!r}]",
             remedy="narrow the glob",
         )

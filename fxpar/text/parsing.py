@@ -339,7 +339,7 @@ class _Reader:
         elif key == "properties":
             self.header[key] = frozenset(rest.split())
         else:
-            match = _NAME.fullmatch(rest.strip()) or fail(f"'{rest}' is no output's name", "write one name")
+            match = _NAME.fullmatch(rest.strip()) or fail(f"'{rest}' is not an output's name", "write one name")
             self.header[key] = "" if match[1] == NO_LOSS else unquote(match[1])
 
     def finish(self) -> Program:
@@ -353,7 +353,7 @@ class _Reader:
             fail("the return line is missing", "end the text with 'return name=%node'")
         loss = self.header.get("loss", "")
         if loss and loss not in self.outputs:
-            fail(f"the loss {loss} is no output", f"name one of {', '.join(self.outputs)}")
+            fail(f"the loss {loss} is not an output", f"name one of {', '.join(self.outputs)}")
         try:
             module = fx.GraphModule(torch.nn.Module(), self.graph)
         except SyntaxError:  # an operator whose overload is a word of Python (aten.random.from)
@@ -381,24 +381,24 @@ class _Reader:
     def _read_symbol(self, text: str) -> None:
         match = _SYMBOL.fullmatch(text)
         if match is None:
-            fail(f"'{text}' is no symbol", "write 'symbol name = input.dim like example', or input.dim / ranks")
+            fail(f"'{text}' is not a symbol", "write 'symbol name = input.dim like example', or input.dim / ranks")
         self._check_new(match[1])
         multiple, group = int(match[4] or 1), int(match[5] or 1)
         if group < 1 or multiple % group:
-            fail(f"{multiple} is no multiple of the group {group}", "write the ranks times the group")
+            fail(f"{multiple} is not a multiple of the group {group}", "write the ranks times the group")
         self.symbols.append(Symbol(match[1], unquote(match[2]), int(match[3]), int(match[6]), multiple, group))
 
     def _read_counted(self, text: str) -> None:
         match = _COUNTED.fullmatch(text)
         if match is None:
-            fail(f"'{text}' is no number of rows", "write 'counted name = size like example'")
+            fail(f"'{text}' is not a number of rows", "write 'counted name = size like example'")
         self._check_new(match[1])
         self.counted.append(Counted(match[1], parse_size(match[2]), int(match[3])))
 
     def _read_condition(self, text: str) -> None:
         match = _CONDITION.fullmatch(text)
         if match is None:
-            fail(f"'{text}' is no condition", f"write 'condition size relation size' with {' '.join(RELATIONS)}")
+            fail(f"'{text}' is not a condition", f"write 'condition size relation size' with {' '.join(RELATIONS)}")
         self.conditions.append(Condition(parse_size(match[1]), match[2], parse_size(match[3])))
 
     def _check_new(self, name: str) -> None:
@@ -438,7 +438,7 @@ class _Reader:
         while not results or scanner.match(_SEPARATOR):
             value = parse_value(scanner, self.nodes)
             if not isinstance(value, fx.Node) or value.op == "placeholder" or value in results:
-                fail("a result is no node of the region, or stands twice", "write 'result %node, …'")
+                fail("a result is not a node of the region, or stands twice", "write 'result %node, …'")
             results.append(value)
         read_end(scanner)
         self.graph.output(tuple(results))
@@ -455,9 +455,9 @@ class _Reader:
         if len(takers) != len(region.results):
             fail(f"takes {len(takers)} of the {len(region.results)} results of {region}", "write %name or - for each")
         if not all(isinstance(value, fx.Node) for value in args):
-            fail(f"passes what is no node to {region}", "pass one %name for each operand")
+            fail(f"passes something other than a node to {region}", "pass one %name for each operand")
         if not isinstance(random, list) or not all(type(identity) is int for identity in random):
-            fail("the identities of the draws are no list of numbers", "write random=[…]")
+            fail("the identities of the draws must be a list of numbers", "write random=[…]")
         # A note is read for a node, and the call needs its note to be made.
         placeholder = self.graph.create_node("call_function", operator.getitem, name=name)
         like = read_note(scanner, placeholder, self.axes)
@@ -509,7 +509,7 @@ class _Reader:
     def _own(self, tensor: Owned, node: str, kind: ValueType) -> None:
         path = tensor.path
         if not isinstance(kind, TensorType):
-            fail(f"the {tensor.kind} {path} is no tensor", "write its type, for example ' : f32[64, 96]'")
+            fail(f"the {tensor.kind} {path} is not a tensor", "write its type, for example ' : f32[64, 96]'")
         if tensor.kind == "input":
             known = [item.path for item in self.inputs]
             self.inputs.append(Input(path, node, kind, tensor.carries))

@@ -108,7 +108,7 @@ def unquote(text: str) -> str:
     try:
         return str(json.loads(text))
     except ValueError:
-        fail(f"{text} is no text", "escape quotes, backslashes and control characters as JSON does")
+        fail(f"{text} is not a text", "escape quotes, backslashes and control characters as JSON does")
 
 
 def split(text: str, separator: str) -> list[str]:
@@ -183,7 +183,7 @@ def parse_layout(text: str, shape: Sequence[Size], axes: Mapping[str, int]) -> L
     for part in [] if text == "-" else split(text, " "):
         match = _AXIS.fullmatch(part)
         if match is None:
-            fail(f"'{part}' is no layout", "write axis:I, axis:R, axis:P, axis:V or axis:S(dim)")
+            fail(f"'{part}' is not a layout", "write axis:I, axis:R, axis:P, axis:V or axis:S(dim)")
         check_axis(match[1], axes)
         if match[1] in placements:
             fail(f"the axis {match[1]} has two layouts", "keep one")
@@ -198,7 +198,7 @@ def parse_layout(text: str, shape: Sequence[Size], axes: Mapping[str, int]) -> L
 def placement(text: str, shape: Sequence[Size]) -> Placement:
     """Returns the inverse of `fxpar.text.printing.placement_text`."""
     if _LONG_NUMBER.search(text):
-        fail(f"'{text[:20]}…' is no layout of {shape_text(shape)}", "write I, R, P, V or S(dim)")
+        fail(f"'{text[:20]}…' is not a layout of {shape_text(shape)}", "write I, R, P, V or S(dim)")
     return parse_placement(text, shape)
 
 
@@ -211,7 +211,7 @@ def check_axis(axis: str, axes: Collection[str]) -> None:
 def _parse_tensor(text: str) -> TensorType:
     match = _TENSOR.fullmatch(text)
     if match is None:
-        fail(f"'{text}' is no tensor type", "write dtype[sizes], for example f32[b, 64]")
+        fail(f"'{text}' is not a tensor type", "write dtype[sizes], for example f32[b, 64]")
     if match[1] not in DTYPES:
         fail(f"the element type {match[1]} is unknown", f"choose one of {', '.join(DTYPES)}")
     shape = tuple(parse_size(size) for size in split(match[2], ","))
@@ -314,11 +314,11 @@ def parse_plan(text: str) -> Plan:
     try:
         values = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError):
-        fail("the plan is no JSON", 'write, for example, plan {"tp": 2}')
+        fail("the plan is not JSON", 'write, for example, plan {"tp": 2}')
     known = [f.name for f in dataclasses.fields(Plan)]
     of_records = {
         f.name for kind in GROUPS.values() for f in dataclasses.fields(kind)
     }  # the plan says where they stand
     if not isinstance(values, dict) or not set(values) <= of_records.union(known):
-        fail("the plan is no mapping of its options", f"choose from {', '.join(known)}")
+        fail("the plan must be a mapping of its options", f"choose from {', '.join(known)}")
     return Plan.from_dict(values)

@@ -198,7 +198,7 @@ def test_several_scalars_need_a_name() -> None:
         capture(net(two_scalars), example())
     captured = faithful(net(two_scalars), example(), "1")
     assert captured.program.loss == "1"
-    with pytest.raises(CaptureError, match="loss='7': is no scalar output"):
+    with pytest.raises(CaptureError, match="loss='7': is not a scalar output"):
         capture(net(two_scalars), example(), loss="7")
 
 

@@ -75,7 +75,7 @@ CASES = {
     "flags on a text": ("run {dump}/07-annotate.txt --tp 4", "--tp: the plan stands in the text; edit its plan line"),
     "sizes on a text": ("verify {dump}/07-annotate.txt --seq 4", "--seq: the text is of a captured model"),
     "mode on a text": ("comm {dump}/07-annotate.txt --eval", "--train/--eval: the text is of a captured model"),
-    "malformed text": ("verify {tmp}/malformed.txt", "malformed.txt:2: the plan is no JSON"),
+    "malformed text": ("verify {tmp}/malformed.txt", "malformed.txt:2: the plan is not JSON"),
     "no text": ("verify {tmp}/odd.yaml", "must be a program's text, which starts with 'fxpar 2'"),
     "values of a lone text": ("verify {tmp}/lone.txt --level values", "needs 00-capture.txt and values.safetensors"),
     "a symbol without values": (

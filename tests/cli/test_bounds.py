@@ -56,7 +56,7 @@ NUMBERS = {
     "world": ("groups --world-size 99999999999999999999", "world size: "),
     "stages": ("groups --pp 2 --virtual 99999999999999999999", "virtual=99999999999999999999 is more than"),
     "levels": (f"groups --cp 4 --hierarchical-cp 2,{MANY}", "must be a whole number of at most 20 digits"),
-    "first rank": ("groups --rank-offset 99999999999999999999", "is no rank"),
+    "first rank": ("groups --rank-offset 99999999999999999999", "must be the number of a rank"),
     "a long name": (f"trace {'x' * 5000}", "names no model and no existing file"),
     "a name with a zero": ("diff {dump}/12-localize.txt \0", "must be text in UTF-8"),
     "a function that asks": ("trace builtins:input", "EOFError"),

@@ -60,7 +60,7 @@ def test_order_offset_and_factors_reach_the_mesh() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--world-size", "16", "--tp", "3"), "the world size 16 is no multiple of tp·cp·pp = 3·1·1 = 3"),
+        (("--world-size", "16", "--tp", "3"), "the world size 16 is not a multiple of tp·cp·pp = 3·1·1 = 3"),
         (("--world-size", "16", "--tp", "4", "--dp", "2"), "dp=2 differs from the world size 16"),
         (
             ("--world-size", "16", "--tp", "2", "--pp", "2", "--ep", "2", "--etp", "1", "--order", "tp-cp-pp-ep-dp"),
@@ -75,7 +75,7 @@ def test_order_offset_and_factors_reach_the_mesh() -> None:
             ("--cp", "4", "--hierarchical-cp", ""),
             "--hierarchical-cp: must be a whole number",
         ),
-        (("--tp", "2", "--group", "ep-cp"), "'cp' is no axis of the expert part"),
+        (("--tp", "2", "--group", "ep-cp"), "'cp' is not an axis of the expert part"),
         (("--tp", "2", "--svg", "/dev/null/picture.svg"), "/dev/null/picture.svg: "),
     ],
 )

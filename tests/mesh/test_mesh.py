@@ -171,12 +171,12 @@ def test_one_error_lists_what_is_wrong() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("ep-cp", "'cp' is no axis of the expert part"),
-        ("kv_out-ep", "'kv_out' is no axis of the expert part"),
-        ("tp-xp", "'xp' is no axis of the dense part"),
-        ("", "'' is no axis of the dense part"),
-        ("embedding-tp", "'embedding' is no axis of the dense part"),
-        ("cp1", "'cp1' is no axis of the dense part"),
+        ("ep-cp", "'cp' is not an axis of the expert part"),
+        ("kv_out-ep", "'kv_out' is not an axis of the expert part"),
+        ("tp-xp", "'xp' is not an axis of the dense part"),
+        ("", "'' is not an axis of the dense part"),
+        ("embedding-tp", "'embedding' is not an axis of the dense part"),
+        ("cp1", "'cp1' is not an axis of the dense part"),
         ("dp-dp", "has dp 2 times"),
         ("tp-ep-etp", "has etp 2 times"),
         ("dp-ep-edp", "has edp 2 times"),
@@ -192,7 +192,7 @@ def test_axes_refuse_what_they_lack() -> None:
     axes = Axes((("tp", 4),), offset=8)
     with pytest.raises(PlanError, match="cp: there is no such axis"):
         axes.stride("cp")
-    with pytest.raises(PlanError, match="rank 7 is none of 8–11"):
+    with pytest.raises(PlanError, match="rank must be one of 8–11, got 7"):
         axes.coordinates(7)
     with pytest.raises(PlanError, match="tp=4 and the product of its factors 2·3 = 6 differ"):
         axes.factored("tp", [("in", 2), ("out", 3)])

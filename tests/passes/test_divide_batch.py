@@ -209,7 +209,7 @@ AVERAGED = [name for name in LOSSES if name not in SUMS]
 def test_the_mean_of_ranks_means_is_what_ranks_alone_would_have(name: str) -> None:
     model, rows, dp = Rows(LOSSES[name]), batch(), 4
     if name == "mean over columns":
-        with pytest.raises(PlanError, match="the loss is no mean over the batch"):
+        with pytest.raises(PlanError, match="the loss is not a mean over the batch"):
             verify(model, rows, Plan(dp=dp, loss_reduction="local_mean"))
         return
     found = verify(model, rows, Plan(dp=dp, loss_reduction="local_mean"))
@@ -240,10 +240,10 @@ def test_a_mean_over_rows_counts_rows_alone() -> None:
 
 NO_MEANS = {
     "local_mean": {
-        "sum": "the loss is no mean over the batch",
-        "mean over rows": "is no mean of the whole",
-        "mean squared": "is no mean of each rank's own",
-        "times a mean": "is no mean of each rank's own",
+        "sum": "the loss is not a mean over the batch",
+        "mean over rows": "is not a mean of the whole",
+        "mean squared": "is not a mean of each rank's own",
+        "times a mean": "is not a mean of each rank's own",
     },
     "token": dict.fromkeys(("sum", "two losses", "times words"), "the loss is not one mean"),
 }
@@ -325,7 +325,7 @@ NO_COUNTS = {
 
 @pytest.mark.parametrize("name", NO_COUNTS)
 def test_what_is_no_count_weighs_no_microbatch(name: str) -> None:
-    with pytest.raises(PlanError, match="divided by what is no count"):
+    with pytest.raises(PlanError, match="divided by what is not a count"):
         divided(NO_COUNTS[name], Plan(dp=2, loss_reduction="token"))
 
 
@@ -333,5 +333,5 @@ def test_means_beside_sums_of_all_are_none_of_the_ranks() -> None:
     def loss(z: Tensor, y: Tensor) -> Tensor:
         return functional.cross_entropy(z, y) + z.square().sum() / (y != -100).sum()
 
-    with pytest.raises(PlanError, match="is no mean of each rank's own"):
+    with pytest.raises(PlanError, match="is not a mean of each rank's own"):
         divided(loss, Plan(dp=2, loss_reduction="local_mean"))

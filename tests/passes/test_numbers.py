@@ -171,7 +171,7 @@ def test_a_number_of_rows_is_a_count_in_double_precision(precision: str) -> None
 def test_words_are_counted_where_the_loss_is_over_a_floating_number() -> None:
     assert verify(Net(LOSSES["half"]), batch(), Plan(dp=2, loss_reduction="token")).ok
     for reduction in ("token", "local_mean"):
-        with pytest.raises(PlanError, match=r"the loss is not one mean|the loss is no mean over the batch"):
+        with pytest.raises(PlanError, match=r"the loss is not one mean|the loss is not a mean over the batch"):
             verify(Net(LOSSES["one over the rows"]), batch(), Plan(dp=2, loss_reduction=reduction))
 
 

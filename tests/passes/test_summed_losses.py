@@ -69,7 +69,7 @@ def test_losses_of_ranks_are_added(name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_sum_is_refused(name: str) -> None:
-    with pytest.raises(PlanError, match="is no sum over rows, nor made of such; write the loss as sums over rows"):
+    with pytest.raises(PlanError, match="is not a sum over rows, nor made of such; write the loss as sums over rows"):
         verify(Scored(REFUSED[name]).double(), batch(), SUMS)
 
 

@@ -223,7 +223,7 @@ def test_constants_may_be_nothing() -> None:
 def test_sizes_whose_parts_have_no_refinement_are_refused_with_both_numbers() -> None:
     with pytest.raises(PlanError, match=r"cp = 2 ranks of the dense part and ep = 3 ranks of the expert part, and 2"):
         Plan(cp=2, dp=3, ep=3)
-    with pytest.raises(PlanError, match=r"world size 2 is no multiple of etp·ep·pp = 2·2·1 = 4"):
+    with pytest.raises(PlanError, match=r"world size 2 is not a multiple of etp·ep·pp = 2·2·1 = 4"):
         Plan(tp=2, ep=2)
     with pytest.raises(PlanError, match="16777216 ranks are more than 131072"):
         Plan(tp=4096, dp=4096)

@@ -52,9 +52,9 @@ def test_two_runs_give_the_same_text() -> None:
         ({"up": "column", "u*": "row"}, r"split\['up'\]: says nothing: other lines name all its parameters themselves"),
         ({"up.weight": "column", "*.weight": "replicate"}, r"says column, but split\['\*\.weight'\] says replicate"),
         ({"norm": "replicate", "norm.*": "replicate"}, r"split\['norm'\]: says nothing: other lines name all its"),
-        ({"norm": "column"}, r"norm\.weight is no bias of a split matrix, so column says nothing of it; narrow"),
-        ({"norm.weight": "row"}, r"split\['norm\.weight'\]: norm\.weight is no bias of a split matrix"),
-        ({"up.bias": "column"}, r"split\['up\.bias'\]: up\.bias is no bias of a split matrix"),
+        ({"norm": "column"}, r"norm\.weight is not a bias of a split matrix, so column says nothing of it; narrow"),
+        ({"norm.weight": "row"}, r"split\['norm\.weight'\]: norm\.weight is not a bias of a split matrix"),
+        ({"up.bias": "column"}, r"split\['up\.bias'\]: up\.bias is not a bias of a split matrix"),
         ({"up": "head"}, r"split\['up'\]: no view makes heads of the output of up\.weight; use 'column' instead"),
     ],
 )

@@ -123,7 +123,7 @@ NO_ARITHMETIC = ["", "Max()", "Max(b, s=3)", "Mod(b)", "b.c", "b[0]", "f(b)", "'
 
 @pytest.mark.parametrize("text", [*NO_INTEGER, *NO_ARITHMETIC, *TOO_MANY_TERMS])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(TextError, match="is no size"):
+    with pytest.raises(TextError, match="is not a size"):
         parse_size(text)
 
 

@@ -280,7 +280,7 @@ def test_no_mutant_over_two_axes_escapes(name: str, dp: int, tp: int, sequence_p
         (("dp", "tp", "etp"), "the axes tp and etp of one layout share ranks; name each rank by one of them"),
         (("dp", "dp-cp", "tp"), "the axes dp and dp-cp of one layout share ranks"),
         (("edp", "tp-dp"), "the axes edp and tp-dp of one layout share ranks"),
-        (("dp", "tp-ep-cp"), "the group 'tp-ep-cp' has no meaning: 'cp' is no axis of the expert part"),
+        (("dp", "tp-ep-cp"), "the group 'tp-ep-cp' has no meaning: 'cp' is not an axis of the expert part"),
         (("edp", "etp"), "the layout 'edp:I etp:I' does not name the axes (dp tp)"),
     ],
 )
