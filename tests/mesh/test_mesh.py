@@ -141,13 +141,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "virtual": ({"tp": 2, "virtual": 2}, "pp", ("virtual=2", "pp=1")),
     "levels": ({"cp": 16, "hierarchical_cp": (2, 2)}, "cp", ("cp=16", "2·2 = 4")),
     "kv heads": ({"tp": 4, "kv_heads": 6}, "tp", ("tp=4", "6 key and value heads")),
-    "zero": ({"tp": 0}, "tp", ("tp=0",)),
-    "no integer": ({"pp": True}, "pp", ("pp=True",)),
-    "no size": ({"cp": 2, "hierarchical_cp": (2, -1)}, "hierarchical_cp[1]", ("=-1",)),
-    "no levels": ({"cp": 2, "hierarchical_cp": 2}, "cp", ("hierarchical_cp=2",)),
-    "no text": ({"order": None}, "order", ("order=None",)),
+    "zero": ({"tp": 0}, "tp", ("tp must", "got 0")),
+    "no integer": ({"pp": True}, "pp", ("pp must", "got True")),
+    "no size": ({"cp": 2, "hierarchical_cp": (2, -1)}, "hierarchical_cp[1]", ("got -1",)),
+    "no levels": ({"cp": 2, "hierarchical_cp": 2}, "cp", ("hierarchical_cp must", "got 2")),
+    "no text": ({"order": None}, "order", ("order must", "got None")),
     "too many": ({"tp": 2, "world_size": 100_000_000}, "world size", ("100000000", "131072")),
-    "offset": ({"rank_offset": -1}, "rank_offset", ("rank_offset=-1",)),
+    "offset": ({"rank_offset": -1}, "rank_offset", ("rank_offset must", "got -1")),
 }
 
 
