@@ -36,8 +36,8 @@ from fxpar.sharding.parameter_cuts import (
     natural_cut,
     shares_attention,
 )
-from fxpar.sharding.shard_propagation import PropagationStep, Trail, Weights, advance, follow, step_of
-from fxpar.signatures.engine import Labelling, partial_signatures
+from fxpar.sharding.shard_propagation import PropagationStep, Trail, Weights, advance, follow, labels_of, step_of
+from fxpar.signatures.engine import partial_signatures
 from fxpar.signatures.op_call import OpCall
 
 # Which dimensions of parameters stand for tokens.
@@ -185,9 +185,8 @@ def _becomes_rows(trail: Trail, current: fx.Node, user: fx.Node, weights: Weight
 
 def _sums_tokens(user: fx.Node, index: int, rows: Rows) -> bool:
     """Returns whether what a product sums of an operand are tokens."""
-    rule, call = rule_of(user.target), call_of(user, 1)
-    labelling = rule.labels(call) if rule is not None and rule.labels is not None else None
-    if not isinstance(labelling, Labelling):
+    labelling = labels_of(user)
+    if labelling is None:
         return False
     summed = {d for d, label in enumerate(labelling.operands[index]) if label in labelling.summed}
     known = rows.get(operands(user)[index], ())
@@ -197,10 +196,8 @@ def _sums_tokens(user: fx.Node, index: int, rows: Rows) -> bool:
 def _is_sum_with_others(trail: Trail, user: fx.Node, weights: Weights) -> bool:
     """Returns whether an operation other than a product joins the values of a feature with others and is as these."""
     others = [o for o in weights.operands(user) if o not in trail.seen and o not in weights]
-    rule = rule_of(user.target)
-    labelling = rule.labels(call_of(user, 1)) if rule is not None and rule.labels is not None else None
-    is_product = isinstance(labelling, Labelling) and bool(labelling.summed)
-    return bool(others) and not is_product
+    labelling = labels_of(user)
+    return bool(others) and (labelling is None or not labelling.summed)
 
 
 # What a program says itself of its layouts (`fxpar.shard_over`, `fxpar.expand_over`, …).

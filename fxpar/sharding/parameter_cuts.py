@@ -17,9 +17,9 @@ from fxpar.layout.layout import Piece, Placement, fits, padded_shard, shard
 from fxpar.layout.nesting import pieces_of
 from fxpar.layout.symbolic_sizes import Size, divide, product, simplify
 from fxpar.rules.table import rule_of
-from fxpar.sharding.shard_propagation import INSIDE, Trail, Weights, follow
-from fxpar.signatures.engine import Labelling, Refusal
-from fxpar.signatures.op_call import bind_arguments, call_of
+from fxpar.sharding.shard_propagation import INSIDE, Trail, Weights, follow, labels_of
+from fxpar.signatures.engine import Refusal
+from fxpar.signatures.op_call import bind_arguments
 from fxpar.signatures.pointwise import pointwise_labels
 
 _aten = torch.ops.aten
@@ -120,9 +120,8 @@ def met_cut(node: fx.Node, dim: int, weights: Weights) -> Placement | None:
 
 
 def _summed_dim(node: fx.Node, index: int) -> int | None:
-    rule, call = rule_of(node.target), call_of(node, 1)
-    labelling = rule.labels(call) if rule is not None and rule.labels is not None else None
-    if not isinstance(labelling, Labelling):
+    labelling = labels_of(node)
+    if labelling is None:
         return None
     return next((d for d, label in enumerate(labelling.operands[index]) if label in labelling.summed), None)
 

@@ -321,13 +321,19 @@ def step_of(user: fx.Node, index: int, placement: Placement, n: int, weights: We
 
 
 def _judged(user: fx.Node, index: int, placement: Placement, n: int, weights: Weights) -> PropagationStep:
-    rule, call = rule_of(user.target), call_of(user, n)
-    signature, is_composite = seeded(call, index, placement)
+    signature, is_composite = seeded(call_of(user, n), index, placement)
     if not isinstance(signature, Refusal):  # equal placements are one object: they are compared at every meeting
         sides = (tuple(map(weights.placement, side)) for side in (signature.operands, signature.outputs))
         signature = Signature(*sides)
-    labelling = rule.labels(call) if rule is not None and rule.labels else None
-    return PropagationStep(signature, isinstance(labelling, Labelling) and bool(labelling.summed), is_composite)
+    labelling = labels_of(user, n)
+    return PropagationStep(signature, labelling is not None and bool(labelling.summed), is_composite)
+
+
+def labels_of(node: fx.Node, n: int = 1) -> Labelling | None:
+    """Returns how an operation labels its dimensions on an axis of n ranks; None where its rule has no labels."""
+    rule = rule_of(node.target)
+    labelling = rule.labels(call_of(node, n)) if rule is not None and rule.labels is not None else None
+    return labelling if isinstance(labelling, Labelling) else None
 
 
 def _note_product(trail: Trail, user: fx.Node, role: str, weights: Weights) -> None:
