@@ -34,7 +34,6 @@ from fxpar.ir.properties import Property
 from fxpar.ir.step import (
     BACKWARD,
     MAIN,
-    PARAMETER,
     gradient_name,
     input_gradient_name,
     is_copy,
@@ -217,9 +216,7 @@ class _Backward:
             gradient = self.emit.as_gradient(gradient, layouts[index], like)
         before = self.known.get((node, index))
         if before is not None:
-            # A sum with what exists only behind the last microbatch cannot be taken in each of them.
-            later = PARAMETER in (note(before).phase, note(gradient).phase)
-            gradient = self.emit.added(before, gradient, like, PARAMETER if later else BACKWARD)
+            gradient = self.emit.added(before, gradient, like)
         self.known[node, index] = gradient
 
     def _differentiate(self, node: fx.Node) -> None:

@@ -29,10 +29,10 @@ from torch import Tensor, fx
 
 from fxpar.ir.grad_flow import owner_of
 from fxpar.ir.operators import dual, is_finer, pending, shared_fraction
-from fxpar.ir.program import TensorType, note, operands, output_layouts, output_types
+from fxpar.ir.program import TensorType, changed, note, operands, output_layouts, output_types
 from fxpar.ir.properties import Property
 from fxpar.ir.stages import is_received
-from fxpar.ir.step import BACKWARD, PARAMETER
+from fxpar.ir.step import PARAMETER
 from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.symbolic_sizes import Size, product, simplify
 from fxpar.ops import peer_copies, process_group
@@ -53,9 +53,10 @@ def _conjugated(reverse: Reverse) -> Gradients:
     (source,) = operands(node)
     (kind,), layout = output_types(source), dual_layout(output_layouts(source)[0])
     kind = TensorType(output_types(gradient)[0].dtype, kind.shape)  # sums of half-precision gradients are wider
-    phase = PARAMETER if target in (all_reduce, reduce_from_shared) and of_parameter(node) else BACKWARD
+    is_once = target in (all_reduce, reduce_from_shared) and of_parameter(node)
+    place = changed(note(node), phase=PARAMETER) if is_once else note(node)
     args, kwargs, name = (gradient,), {"axis": node.kwargs["axis"]}, f"{gradient.name}_{target.__name__}"
-    return (reverse.emit.call(target, args, kwargs, kind, note(node), layouts=[layout], phase=phase, name=name),)
+    return (reverse.emit.call(target, args, kwargs, kind, place, layouts=[layout], name=name),)
 
 
 def of_parameter(node: fx.Node) -> bool:
@@ -76,16 +77,14 @@ def _together(reverse: Reverse) -> Gradients:
     present = [(i, gradient) for i, gradient in enumerate(reverse.tangents) if gradient is not None]
     kinds = tuple(output_types(gradient)[0] for _, gradient in present)
     layouts = [dual_layout(output_layouts(sources[i])[0]) for i, _ in present]
-    gradients, kwargs, place = [gradient for _, gradient in present], {"axis": node.kwargs["axis"]}, note(node)
-    phase, axis = PARAMETER if of_parameter(node) else BACKWARD, node.kwargs["axis"]
+    gradients, axis = [gradient for _, gradient in present], node.kwargs["axis"]
+    place = changed(note(node), phase=PARAMETER) if of_parameter(node) else note(node)
     name = f"{axis}_sums".replace("-", "_")
-    sums = reverse.emit.call(
-        all_reduce_coalesced, gradients, kwargs, kinds, place, layouts=layouts, phase=phase, name=name
-    )
+    sums = reverse.emit.call(all_reduce_coalesced, gradients, {"axis": axis}, kinds, place, layouts=layouts, name=name)
     summed: list[fx.Node | None] = [None] * len(sources)
     for position, (i, _) in enumerate(present):
         args, layout = (sums, position), [layouts[position]]
-        summed[i] = reverse.emit.call(operator.getitem, args, {}, kinds[position], place, layouts=layout, phase=phase)
+        summed[i] = reverse.emit.call(operator.getitem, args, {}, kinds[position], place, layouts=layout)
     return summed
 
 

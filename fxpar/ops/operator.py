@@ -121,7 +121,6 @@ class Emits(Protocol):
         like: Note,
         *,
         layouts: Sequence[Layout] | None = None,
-        phase: str = "backward",
         name: str = "",
         random: int = 0,
     ) -> fx.Node:
@@ -129,7 +128,7 @@ class Emits(Protocol):
 
         Args:
             kind: type of the result, a tuple of several.
-            like: note of the forward node that it comes from.
+            like: note of the forward node that it comes from, of the parameter phase where it is made once a step.
             layouts: of the results, where they do not follow by rules.
             random: identity of what draws.
         """

@@ -169,7 +169,6 @@ class BackwardEmitter:
         like: Note,
         *,
         layouts: Sequence[Layout] | None = None,
-        phase: str = BACKWARD,
         name: str = "",
         random: int = 0,
     ) -> fx.Node:
@@ -177,12 +176,13 @@ class BackwardEmitter:
 
         Args:
             kind: type of the result, a tuple of several.
-            like: note of the forward node that it comes from.
+            like: note of the forward node that it comes from, of the parameter phase where it is made once a step.
             layouts: of the results, where they do not follow by rules.
             random: identity of what draws.
         """
-        if any(has_note(operand) and note(operand).phase == PARAMETER for operand in _nodes(args)):
-            phase = PARAMETER  # it is not there before
+        # What reads something of the parameter phase is of it too: in each microbatch it would not be there.
+        read = [note(operand).phase for operand in _nodes(args) if has_note(operand)]
+        phase = PARAMETER if PARAMETER in (like.phase, *read) else BACKWARD
         # One conversion of a gradient for all that read it, as in the forward:
         # a second one would be a second collective.
         key = (target, tuple(args), kwargs.get("axis"), tuple(layouts or ()), True)
@@ -407,9 +407,9 @@ class BackwardEmitter:
         """Returns whether an axis cuts a dimension of a value."""
         return any(p.is_shard and p.dim == dim for layout in output_layouts(value) for _, p in layout)
 
-    def added(self, first: fx.Node, second: fx.Node, like: Note, phase: str = BACKWARD) -> fx.Node:
+    def added(self, first: fx.Node, second: fx.Node, like: Note) -> fx.Node:
         """Returns the sum of two gradients of one value."""
-        return self.call(aten.add.Tensor, (first, second), {}, output_types(first)[0], like, phase=phase)
+        return self.call(aten.add.Tensor, (first, second), {}, output_types(first)[0], like)
 
     # ------------------------------------------------------------------ layouts
 
