@@ -37,31 +37,9 @@ def check_model(model: nn.Module) -> None:
     _check_modes()
     _check_global_hooks()
     for name, module in model.named_modules():
-        _check_forward(name, module)
-        if isinstance(module, torch.jit.ScriptModule):
-            raise CaptureError(
-                "is TorchScript", where=name or "model", remedy="pass the Python module it was made from"
-            )
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise CaptureError(
-                "has backward hooks, which a trace of the forward does not see",
-                where=name or type(model).__name__,
-                remedy="remove them; change the gradients after backward",
-            )
-        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)):
-            raise CaptureError(
-                f"{type(module).__name__} communicates by itself",
-                where=name or "model",
-                remedy="pass the model inside it (model.module)",
-            )
-        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise CaptureError("makes sparse gradients", where=name or "model", remedy="make it with sparse=False")
-        if isinstance(module, FSDPModule):
-            raise CaptureError(
-                "was sharded by fully_shard, and communicates by itself",
-                where=name or "model",
-                remedy="pass the model as it was before",
-            )
+        fault = _fault(module)
+        if fault is not None:
+            raise CaptureError(fault[0], where=name or type(module).__name__, remedy=fault[1])
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise CaptureError(
@@ -120,23 +98,30 @@ def _check_modes() -> None:
             )
 
 
-def _check_forward(name: str, module: nn.Module) -> None:
-    """Refuses what `torch.compile` made, and functions in forward's place that call the module they were made for."""
+def _fault(module: nn.Module) -> tuple[str, str] | None:
+    """Returns why a module cannot be traced, and the remedy; None where it can."""
     override = vars(module).get("forward")
     compiled = isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
     if compiled or hasattr(override, "_torchdynamo_orig_callable"):
-        raise CaptureError(
-            "is compiled already, by torch.compile",
-            where=name or type(module).__name__,
-            remedy="pass the model as it was before, with Plan(compile=True) to have each rank's program compiled",
-        )
+        remedy = "pass the model as it was before, with Plan(compile=True) to have each rank's program compiled"
+        return "is compiled already, by torch.compile", remedy
     if _holds_module(override):
-        raise CaptureError(
-            f"its forward was replaced by the function {getattr(override, '__qualname__', override)}, which calls the "
-            "forward that it was made around and not that of a copy",
-            where=name or type(module).__name__,
-            remedy="pass the model as it was before it was wrapped (by accelerate, say), or write a class for it",
-        )
+        name = getattr(override, "__qualname__", override)
+        reason = f"its forward was replaced by the function {name}, which calls the forward that it was made around "
+        remedy = "pass the model as it was before it was wrapped (by accelerate, say), or write a class for it"
+        return f"{reason}and not that of a copy", remedy
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is TorchScript", "pass the Python module it was made from"
+    if module._backward_hooks or module._backward_pre_hooks:
+        reason = "has backward hooks, which a trace of the forward does not see"
+        return reason, "remove them; change the gradients after backward"
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)):
+        return f"{type(module).__name__} communicates by itself", "pass the model inside it (model.module)"
+    if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return "makes sparse gradients", "make it with sparse=False"
+    if isinstance(module, FSDPModule):
+        return "was sharded by fully_shard, and communicates by itself", "pass the model as it was before"
+    return None
 
 
 def _holds_module(function: Any, seen: frozenset[int] = frozenset()) -> bool:
