@@ -140,10 +140,10 @@ def test_the_checks_descend_into_regions(old: str, new: str, reason: str) -> Non
         (" gives %y0", "", "takes 0 of the 1 results"),
         (" gives %y0", " gives %y0, %z", "takes 2 of the 1 results"),
         (" gives %y0", " gives %x", "defined twice"),
-        ("result %y0", "result %start", "no node of the region"),
+        ("result %y0", "result %start", "not a node of the region"),
         ("result %y0\n", "", "is an input of the program"),
         ("region layer ", "region layer\nregion layer ", "in another region"),
-        ("random=[7]", "random=7", "no list of numbers"),
+        ("random=[7]", "random=7", "must be a list of numbers"),
         ("random=[7]", "seed=[7]", "takes no seed"),
     ],
 )
