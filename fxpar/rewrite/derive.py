@@ -6,7 +6,7 @@ equal layers repeat them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import combinations
@@ -119,23 +119,116 @@ class Needs:
 
 @dataclass(frozen=True)
 class _DifferentiatedCall:
-    """A call to be differentiated; see `trace`."""
+    """A call to be differentiated.
 
-    function: Any
+    Attributes:
+        function: of tensors and numbers.
+        args: its arguments, `Operand` in place of tensors and `Number` of symbolic sizes, each tensor as often as it
+            occurs.
+        kwargs: likewise.
+        operands: each once, in the order of their index.
+        tangents: for each output whether it has a gradient.
+    """
+
+    function: Callable[..., Any]
     args: Any
-    kwargs: Any
+    kwargs: Mapping[str, Any]
     operands: Sequence[Operand]
     tangents: Sequence[bool]
-
-    def traced(self, sizes: SymbolicSizes) -> Derivative:
-        """Returns the derivative on such sizes."""
-        return trace(self.function, self.args, self.kwargs, self.operands, self.tangents, sizes)
 
     @property
     def key(self) -> Any:
         """Equal for calls whose derivatives are; numbers are of the default type."""
         arguments = plain((self.args, self.kwargs), _unexpected)
         return self.function, torch.get_default_dtype(), arguments, tuple(self.tangents)
+
+    def traced(self, sizes: SymbolicSizes) -> Derivative:
+        """Traces forward and backward of the call on such sizes.
+
+        Raises:
+            RuntimeError, TypeError, ValueError, NotImplementedError: PyTorch cannot differentiate it on symbolic
+                shapes.
+        """
+        inputs = [sizes.tensor(operand.kind, False) for operand in self.operands]
+        numbers = [leaf.size for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Number)]
+        integers = [sizes.integer(size) for size in numbers]
+        forward: set[str] = set()
+        upstream: list[str] = []
+
+        def run(tensors: list[Tensor], integers: list[Any]) -> Any:
+            return self._run(tensors, iter(integers), forward, upstream)
+
+        with sizes.tracing(), torch.enable_grad():
+            module = make_fx(run, decomposition_table=_DECOMPOSED)(inputs, integers)
+        graph = module.graph
+        sizes.check(leaf for node in graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
+        _functional(graph, forward)
+        _conjugate_numbers(graph)
+        incoming = tuple(_as_placeholder(graph, name) for name in upstream)
+        nodes = list(graph.nodes)
+        places = [node for node in nodes if node.op == "placeholder" and node not in incoming]
+        (returned,) = next(node for node in nodes if node.op == "output").args
+        results, gradients = returned[: len(self.tangents)], returned[len(self.tangents) :]
+        return Derivative(
+            graph,
+            module,
+            tuple(places[: len(inputs)]),
+            incoming,
+            tuple(results),
+            frozenset(node for node in nodes if node.name in forward),
+            dict(zip(self._differentiated, gradients, strict=True)),
+            sizes,
+        )
+
+    @property
+    def _differentiated(self) -> list[int]:
+        return [operand.index for operand in self.operands if operand.differentiated]
+
+    def _run(self, tensors: list[Tensor], numbers: Iterator[Any], forward: set[str], upstream: list[str]) -> Any:
+        """Runs forward and backward, inside of a tracer.
+
+        Args:
+            numbers: what stands for symbolic sizes, in order.
+            forward: is filled with the names of the forward's nodes.
+            upstream: is filled with the names of the nodes that stand for gradients of outputs.
+
+        Returns:
+            The outputs, None for what is no tensor, and the gradients.
+        """
+        graph = get_proxy_mode().tracer.graph  # type: ignore[union-attr]
+        leaves = [
+            t.detach().requires_grad_(operand.differentiated) for t, operand in zip(tensors, self.operands, strict=True)
+        ]
+
+        def value(leaf: Any) -> Any:
+            if isinstance(leaf, Operand):
+                return leaves[leaf.index]
+            return next(numbers) if isinstance(leaf, Number) else leaf
+
+        def tangent(output: Tensor) -> Tensor:
+            with torch.no_grad():
+                # A placeholder for the gradient: its node is looked up by name and made
+                # an input later, so that nothing is filled.
+                direction = torch.empty_like(output)
+            upstream.append(next(iter(reversed(graph.nodes))).name)
+            return direction
+
+        positional, named = pytree.tree_map(value, (self.args, self.kwargs))
+        with torch.enable_grad():
+            result = COMPOSED.get(self.function, self.function)(*positional, **named)
+            outputs = list(result) if isinstance(result, (list, tuple)) else [result]
+            forward.update(node.name for node in graph.nodes)
+            pairs = [(o, tangent(o)) for o, flag in zip(outputs, self.tangents, strict=True) if flag]
+            # Some operations give values beside their results that PyTorch lets no gradient through.
+            pairs = [(o, g) for o, g in pairs if o.requires_grad]
+            sources = [leaves[i] for i in self._differentiated]
+            gradients: list[Tensor | None] = [None for _ in sources]
+            if pairs:
+                ends, directions = zip(*pairs, strict=True)
+                # Inside of make_fx the engine runs its formulas on fakes, and
+                # the operators that they call become nodes.
+                gradients = list(torch.autograd.grad(ends, sources, directions, allow_unused=True))
+        return [o if isinstance(o, Tensor) else None for o in outputs], gradients
 
 
 class _Traces:
@@ -148,7 +241,7 @@ class _Traces:
         self._examples = {symbol.name: symbol.example for symbol in symbols}
 
     def of(self, call: _DifferentiatedCall) -> Derivative:
-        """Returns the derivative of a call; see `trace`."""
+        """Returns the derivative of a call."""
         key = call.key
         if key not in self._known:
             self._known[key] = self._made(call)
@@ -326,97 +419,6 @@ def _not_differentiated(node: fx.Node, error: BaseException) -> InputError:
         f"PyTorch does not differentiate it on symbolic shapes: {reason}",
         where=describe(node),
         remedy="detach its operand, or write it with other operations",
-    )
-
-
-def trace(
-    function: Callable[..., Any],
-    args: Any,
-    kwargs: Mapping[str, Any],
-    operands: Sequence[Operand],
-    tangents: Sequence[bool],
-    sizes: SymbolicSizes,
-) -> Derivative:
-    """Traces forward and backward of a call.
-
-    Args:
-        function: of tensors and numbers.
-        args: its arguments, `Operand` in place of tensors and `Number` of symbolic sizes, each tensor as often as it
-            occurs.
-        kwargs: likewise.
-        operands: each once, in the order of their index.
-        tangents: for each output whether it has a gradient.
-
-    Raises:
-        RuntimeError, TypeError, ValueError, NotImplementedError: PyTorch cannot differentiate it on symbolic shapes.
-    """
-    function = COMPOSED.get(function, function)
-    inputs = [sizes.tensor(operand.kind, False) for operand in operands]
-    numbers = [leaf.size for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Number)]
-    integers = [sizes.integer(size) for size in numbers]
-    differentiated = [operand.index for operand in operands if operand.differentiated]
-    forward: set[str] = set()
-    upstream: list[str] = []
-
-    def run(tensors: list[Tensor], integers: list[Any]) -> Any:
-        graph = get_proxy_mode().tracer.graph  # type: ignore[union-attr]
-        remaining = iter(integers)
-        leaves = [
-            t.detach().requires_grad_(operand.differentiated) for t, operand in zip(tensors, operands, strict=True)
-        ]
-
-        def value(leaf: Any) -> Any:
-            if isinstance(leaf, Operand):
-                return leaves[leaf.index]
-            return next(remaining) if isinstance(leaf, Number) else leaf
-
-        def tangent(output: Tensor) -> Tensor:
-            with torch.no_grad():
-                # A placeholder for the gradient: its node is looked up by name and made
-                # an input below, so that nothing is filled.
-                direction = torch.empty_like(output)
-            upstream.append(next(iter(reversed(graph.nodes))).name)
-            return direction
-
-        positional, named = pytree.tree_map(value, (args, kwargs))
-        with torch.enable_grad():
-            result = function(*positional, **named)
-            outputs = list(result) if isinstance(result, (list, tuple)) else [result]
-            forward.update(node.name for node in graph.nodes)
-            pairs = [(o, tangent(o)) for o, flag in zip(outputs, tangents, strict=True) if flag]
-            # Some operations give values beside their results that PyTorch lets no gradient through.
-            pairs = [(o, g) for o, g in pairs if o.requires_grad]
-            sources = [leaves[i] for i in differentiated]
-            gradients: list[Tensor | None] = [None for _ in differentiated]
-            if pairs:
-                ends, directions = zip(*pairs, strict=True)
-                # Inside of make_fx the engine runs its formulas on fakes, and
-                # the operators that they call become nodes.
-                gradients = list(torch.autograd.grad(ends, sources, directions, allow_unused=True))
-        return [o if isinstance(o, Tensor) else None for o in outputs], gradients
-
-        # With one operation in the call's place nothing new has to be differentiated.
-
-    with sizes.tracing(), torch.enable_grad():
-        module = make_fx(run, decomposition_table=_DECOMPOSED)(inputs, integers)
-    graph = module.graph
-    sizes.check(leaf for node in graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
-    _functional(graph, forward)
-    _conjugate_numbers(graph)
-    incoming = tuple(_as_placeholder(graph, name) for name in upstream)
-    nodes = list(graph.nodes)
-    places = [node for node in nodes if node.op == "placeholder" and node not in incoming]
-    (returned,) = next(node for node in nodes if node.op == "output").args
-    results, gradients = returned[: len(tangents)], returned[len(tangents) :]
-    return Derivative(
-        graph,
-        module,
-        tuple(places[: len(inputs)]),
-        incoming,
-        tuple(results),
-        frozenset(node for node in nodes if node.name in forward),
-        dict(zip(differentiated, gradients, strict=True)),
-        sizes,
     )
 
 
