@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fxpar.checkpoint.rank_tensors import Agree, ModelTensor, RankTensors, named_tensors
+from fxpar.checkpoint.rank_tensors import Agree, RankTensors
 from fxpar.checkpoint.safetensors_files import Checkpoint, kind_of
-from fxpar.checkpoint.sharded import local_of
 from fxpar.checkpoint.state_dicts import check_names, check_shape, names_fit
 from fxpar.errors import CheckpointError, InputError, shown
 from fxpar.layout.shards import local_block
+from fxpar.runtime.shard_spec import ModelTensor, named_tensors
+from fxpar.runtime.sharded import local_of
 
 # Fills integers before they are initialised; floating tensors are filled with NaN.
 _UNWRITTEN = 0xFB

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from fxpar.checkpoint.rank_tensors import PipelineRanks, RankTensors
 from fxpar.checkpoint.safetensors_files import Checkpoint, can_hold
-from fxpar.checkpoint.sharded import Sharded, local_of
 from fxpar.errors import CheckpointError, InputError
 from fxpar.ir.program import DTYPE_NAMES, DTYPES
 from fxpar.layout.layout import Layout
+from fxpar.runtime.sharded import Sharded, local_of
 
 # How a step is computed on the machine at hand, and not what.
 _MACHINE = frozenset(("foreach", "fused", "capturable", "differentiable"))

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from fxpar.checkpoint.rank_tensors import ModelTensor, RankTensors, ShardSpec
+from fxpar.checkpoint.rank_tensors import RankTensors
 from fxpar.checkpoint.safetensors_files import (
     INDEX,
     METADATA,
@@ -29,9 +29,10 @@ from fxpar.checkpoint.safetensors_files import (
     split_files,
     writable,
 )
-from fxpar.checkpoint.sharded import Sharded, local_of, whole_of
-from fxpar.checkpoint.sharded_ops import part_of
 from fxpar.errors import CheckpointError
+from fxpar.runtime.shard_spec import ModelTensor, ShardSpec
+from fxpar.runtime.sharded import Sharded, local_of, whole_of
+from fxpar.runtime.sharded_ops import part_of
 from fxpar.torch_internals import IncompatibleKeys
 
 _SAMPLES = 1024

@@ -38,12 +38,12 @@ from fxpar.checkpoint.safetensors_files import (
     split_files,
     writable,
 )
-from fxpar.checkpoint.sharded import local_of
 from fxpar.checkpoint.state_dicts import save_configuration, saved_once
 from fxpar.errors import CheckpointError, InputError, shown
 from fxpar.layout.layout import Layout
 from fxpar.layout.shards import Box, boxes
 from fxpar.plan.plan import Plan
+from fxpar.runtime.sharded import local_of
 
 VERSION = 2
 _WEIGHTS = "model"

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpar.checkpoint.sharded import leaf_of
 from fxpar.ir.step import buffer_of, is_buffer
 from fxpar.ops.mesh_process_groups import process_group
 from fxpar.runtime.bound_batch import BoundBatch
+from fxpar.runtime.sharded import leaf_of
 from fxpar.runtime.world import World
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import TensorGuards
 
-from fxpar.checkpoint.sharded import StageGradient, leaf_of
 from fxpar.errors import InputError
 from fxpar.ops.small_operators import Destination
+from fxpar.runtime.sharded import StageGradient, leaf_of
 
 # Asked of all parameters at each step, in one call each.
 _GRADIENT, _HOOKS = attrgetter("grad"), attrgetter("_backward_hooks")

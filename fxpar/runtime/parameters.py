@@ -18,8 +18,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fxpar.checkpoint.sharded import leaf_of, local_of
 from fxpar.errors import InputError
+from fxpar.runtime.sharded import leaf_of, local_of
 
 # Classes that code takes for the author's: of what the parts of a parallel module are instances.
 

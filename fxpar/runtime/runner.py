@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fxpar.checkpoint.sharded import Sharded, leaf_of
 from fxpar.errors import InputError
 from fxpar.ir.program import PRECISION_DTYPES, Parameter, Program
 from fxpar.ir.step import is_buffer, is_copy, is_counted, is_mixed, written
@@ -28,6 +27,7 @@ from fxpar.runtime.outputs import differentiable
 from fxpar.runtime.parameters import Copies, Tensors
 from fxpar.runtime.programs import Programs
 from fxpar.runtime.random_state import RandomState
+from fxpar.runtime.sharded import Sharded, leaf_of
 from fxpar.runtime.stateful import Stateful
 from fxpar.runtime.world import World
 

@@ -17,10 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fxpar.checkpoint.initial import Loading, load, parts
-from fxpar.checkpoint.rank_tensors import ModelTensor, PipelineRanks, RankTensors, ShardSpec, named_tensors
+from fxpar.checkpoint.rank_tensors import PipelineRanks, RankTensors
 from fxpar.checkpoint.safetensors_files import Checkpoint
-from fxpar.checkpoint.sharded import Sharded, ShardedParameter
-from fxpar.checkpoint.sharded_ops import part_of
 from fxpar.checkpoint.state_dicts import (
     full_state_dict,
     load_full_state_dict,
@@ -40,6 +38,9 @@ from fxpar.runtime.programs import Programs
 from fxpar.runtime.random_state import RandomState
 from fxpar.runtime.rank_consensus import Agreement, together_at_once
 from fxpar.runtime.refusals import Root, Settings
+from fxpar.runtime.shard_spec import ModelTensor, ShardSpec, named_tensors
+from fxpar.runtime.sharded import Sharded, ShardedParameter
+from fxpar.runtime.sharded_ops import part_of
 from fxpar.runtime.world import World
 
 

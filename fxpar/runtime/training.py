@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxpar.checkpoint.sharded import local_of
 from fxpar.errors import InputError, shown
 from fxpar.ir.program import Program
 from fxpar.plan.plan import Plan
@@ -29,6 +28,7 @@ from fxpar.runtime.microbatches import Microbatch, MicrobatchResult, StepOptions
 from fxpar.runtime.parameters import check_scaler
 from fxpar.runtime.random_state import RandomState
 from fxpar.runtime.runner import STAGE_RUNNERS, ForwardBackward, Runner
+from fxpar.runtime.sharded import local_of
 from fxpar.runtime.world import World
 
 

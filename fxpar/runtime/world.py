@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxpar.checkpoint.rank_tensors import RankMesh
 from fxpar.errors import PlanError, RankError
 from fxpar.mesh.axes import PURPOSES, Cuts, joined_names
 from fxpar.mesh.mesh import Mesh
@@ -25,6 +24,7 @@ from fxpar.ops.process_group import Group
 from fxpar.plan.plan import Plan
 from fxpar.runtime.alarm import abort_groups, hosts
 from fxpar.runtime.rank_consensus import Agreement, connected, plan_facts
+from fxpar.runtime.shard_spec import RankMesh
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import fxpar
 from fxpar.checkpoint.initial import initialised
-from fxpar.checkpoint.rank_tensors import named_tensors
 from fxpar.errors import InputError
+from fxpar.runtime.shard_spec import named_tensors
 from tests.checkpoint.live import LiveBytes
 from tests.zoo import CASES
 

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 import fxpar
 from fxpar.capture.capture import capture
 from fxpar.checkpoint.initial import Loading, parts
-from fxpar.checkpoint.rank_tensors import RankTensors, named_tensors
+from fxpar.checkpoint.rank_tensors import RankTensors
 from fxpar.errors import CheckpointError
 from fxpar.ir.program import output_layouts
 from fxpar.layout.layout import I, Layout, Piece, Placement, padded_shard, shard
 from fxpar.layout.shards import boxes, local_block
 from fxpar.manager import PassManager
 from fxpar.passes import DEFAULT_PASSES
+from fxpar.runtime.shard_spec import named_tensors
 from tests.checkpoint.live import LiveBytes
 from tests.zoo import CASES
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import fxpar
-from fxpar.checkpoint.sharded import whole_of
 from fxpar.runtime.module import ParallelModule
+from fxpar.runtime.sharded import whole_of
 from tests.checkpoint import weight_jobs
 from tests.runtime import models
 from tests.runtime.jobs import Found, kept, tp

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import fxpar
-from fxpar.checkpoint.rank_tensors import ShardSpec
-from fxpar.checkpoint.sharded import Sharded
 from fxpar.layout.layout import Layout, shard
 from fxpar.runtime.module import ParallelModule
+from fxpar.runtime.shard_spec import ShardSpec
+from fxpar.runtime.sharded import Sharded
 from tests.checkpoint.live import LiveBytes
 from tests.runtime import models
 from tests.runtime.jobs import Found, kept, refusal, tp

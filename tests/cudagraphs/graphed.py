@@ -13,8 +13,8 @@ import transformers
 from torch import Tensor, nn
 
 import fxpar
-from fxpar.checkpoint.sharded import local_of
 from fxpar.runtime.prefetch import poison
+from fxpar.runtime.sharded import local_of
 
 VOCABULARY = 256
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpar
-from fxpar.checkpoint.sharded import local_of
 from fxpar.cost.communication import collectives
+from fxpar.runtime.sharded import local_of
 from fxpar.runtime.steps import FinishedForward
 from tests.runtime import chosen
 from tests.runtime.jobs import Found, case_module, kept, tp

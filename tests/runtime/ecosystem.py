@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import fxpar
-from fxpar.checkpoint.sharded import IS_DISPATCHED, whole_of
 from fxpar.runtime.module import ParallelModule
+from fxpar.runtime.sharded import IS_DISPATCHED, whole_of
 from tests.checkpoint import weight_jobs
 from tests.runtime import models
 from tests.runtime.jobs import Found, case_module, gradients, kept, tiny_module, tp

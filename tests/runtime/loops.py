@@ -17,10 +17,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import fxpar
-from fxpar.checkpoint.sharded import whole_of
 from fxpar.errors import FxparError
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.parameters import Elsewhere
+from fxpar.runtime.sharded import whole_of
 from tests.runtime.jobs import kept
 
 Action = Callable[[Any, Any], Any]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import fxpar
-from fxpar.checkpoint.sharded import ShardedParameter, leaf_of, local_of, whole_of
 from fxpar.errors import InputError
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.parameters import Copies
+from fxpar.runtime.sharded import ShardedParameter, leaf_of, local_of, whole_of
 from tests.runtime import models
 from tests.runtime.jobs import Found, kept, refusal, tp
 

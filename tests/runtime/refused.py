@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import PrepareModuleOutput, SequenceParal
 from torch.nn.utils import parameters_to_vector
 
 import fxpar
-from fxpar.checkpoint.sharded import IS_DISPATCHED
 from fxpar.runtime.module import ParallelModule
+from fxpar.runtime.sharded import IS_DISPATCHED
 from tests.runtime import models
 from tests.runtime.ecosystem import Shampoo
 from tests.runtime.jobs import Found, compile_and_call, refusal, tiny_module, tp

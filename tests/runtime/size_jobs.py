@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fxpar
-from fxpar.checkpoint.sharded import whole_of
 from fxpar.errors import FxparError
+from fxpar.runtime.sharded import whole_of
 
 Found = dict[str, Any]
 WIDTH = 6

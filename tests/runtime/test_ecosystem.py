@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpar.checkpoint.sharded import IS_DISPATCHED
+from fxpar.runtime.sharded import IS_DISPATCHED
 from tests.runtime import ecosystem, refused
 from tests.runtime.jobs import Found
 from tests.runtime.test_training import assert_same

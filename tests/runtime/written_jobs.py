@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import fxpar
-from fxpar.checkpoint.sharded import whole_of
+from fxpar.runtime.sharded import whole_of
 
 Found = dict[str, Any]
 STEPS, MICROBATCHES, ROWS = 2, 2, 6

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fxpar.checkpoint.sharded import Sharded, local_of
-from fxpar.checkpoint.sharded_ops import norms
 from fxpar.errors import InputError
 from fxpar.ir.program import Program, tensor_type
 from fxpar.ir.stages import Stage, holders, received_name
@@ -34,6 +32,8 @@ from fxpar.runtime.buffer_updates import Written
 from fxpar.runtime.grad_buffers import Waiting
 from fxpar.runtime.microbatches import Microbatch, joined_loss, unit_of, weight
 from fxpar.runtime.rank_consensus import is_lost
+from fxpar.runtime.sharded import Sharded, local_of
+from fxpar.runtime.sharded_ops import norms
 from fxpar.runtime.steps import FinishedForward, Steps
 from fxpar.runtime.world import World
 

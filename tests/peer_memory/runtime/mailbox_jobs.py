@@ -67,7 +67,7 @@ def trained(name: str, exchange: str, options: dict[str, Any], steps: int = 2) -
     gradients = [p.grad.clone() for p in parallel.parameters() if p.grad is not None]
     size = parallel._mailboxes.reach.bytes
     parallel.close()
-    return losses, [fxpar.checkpoint.sharded.local_of(g) for g in gradients], size
+    return losses, [fxpar.runtime.sharded.local_of(g) for g in gradients], size
 
 
 def told() -> list[tuple[list[tuple[int, int]], int, str]]:

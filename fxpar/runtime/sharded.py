@@ -22,10 +22,10 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpar.checkpoint.rank_tensors import ShardSpec
-from fxpar.checkpoint.sharded_ops import StageNorm, is_sharded, part_of, run, stage_norm_refusal
 from fxpar.errors import InputError
 from fxpar.layout.shards import Box
+from fxpar.runtime.shard_spec import ShardSpec
+from fxpar.runtime.sharded_ops import StageNorm, is_sharded, part_of, run, stage_norm_refusal
 
 # Before torch 2.13 operations on a DTensor go to a fast path in C++, also of a subclass that defines them by itself.
 IS_DISPATCHED = TorchVersion(torch.__version__) >= "2.13"

@@ -15,8 +15,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fxpar.checkpoint.rank_tensors import ShardSpec, check_agreed, exchanged
 from fxpar.errors import InputError
+from fxpar.runtime.shard_spec import ShardSpec, check_agreed, exchanged
 
 Wrap = Callable[[Tensor, ShardSpec], Tensor]
 
