@@ -26,7 +26,7 @@ from fxpar.mesh.axes import joined_names
 from fxpar.ops.mesh_process_groups import process_group
 from fxpar.ops.process_group import Group
 from fxpar.peer_memory.compiler import symmetric_buffer
-from fxpar.peer_memory.compiler.cpu_symmetric_buffer import CpuSymmetricBuffer, machine
+from fxpar.peer_memory.compiler.symmetric_buffer import CpuSymmetricBuffer, machine
 from fxpar.peer_memory.runtime.device import Watchdog, current_stream, end_process
 from fxpar.plan.plan import Plan
 from fxpar.runtime.world import World

@@ -14,7 +14,7 @@ import fxpar
 from fxpar.errors import RankError
 from fxpar.ops import peer_copies, process_group
 from fxpar.peer_memory.compiler import symmetric_buffer
-from fxpar.peer_memory.compiler.cpu_symmetric_buffer import CpuSymmetricBuffer
+from fxpar.peer_memory.compiler.symmetric_buffer import CpuSymmetricBuffer
 from fxpar.runtime.world import World
 from tests.cudagraphs.graphed import VOCABULARY, gpt2, llama
 from tests.runtime.compiled import Deep, Seen, watched

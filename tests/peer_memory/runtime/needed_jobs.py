@@ -15,7 +15,7 @@ import fxpar
 from fxpar.experts.operators import selective_dispatch as operators
 from fxpar.ops import peer_copies
 from fxpar.peer_memory.compiler import symmetric_buffer
-from fxpar.peer_memory.compiler.cpu_symmetric_buffer import CpuSymmetricBuffer
+from fxpar.peer_memory.compiler.symmetric_buffer import CpuSymmetricBuffer
 from tests.passes.experts import ROWS, Routed, batch
 from tests.runtime.jobs import gradients
 
