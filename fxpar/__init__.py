@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fxpar.api import prefetch as prefetch
     from fxpar.api import shard_batch as shard_batch
     from fxpar.checkpoint.initial import materialize as materialize
+    from fxpar.checkpoint.parallel_module import ParallelModule as ParallelModule
     from fxpar.checkpoint.safetensors_files import Checkpoint as Checkpoint
     from fxpar.errors import FxparError as FxparError
     from fxpar.ir.program import Program as Program
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from fxpar.plan.option_groups import Recompute as Recompute
     from fxpar.plan.plan import Plan as Plan
     from fxpar.rules import register_rule as register_rule
-    from fxpar.runtime.module import ParallelModule as ParallelModule
 
 __version__ = "0.1.0"
 
@@ -39,7 +39,7 @@ _WHERE = {
     "Experts": "fxpar.plan.option_groups",
     "FxparError": "fxpar.errors",
     "Operators": "fxpar.plan.option_groups",
-    "ParallelModule": "fxpar.runtime.module",
+    "ParallelModule": "fxpar.checkpoint.parallel_module",
     "PassManager": "fxpar.manager",
     "Pipeline": "fxpar.plan.option_groups",
     "Plan": "fxpar.plan.plan",

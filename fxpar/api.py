@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fxpar.capture.capture import check_model, check_samples
 from fxpar.checkpoint.initial import open_alike
+from fxpar.checkpoint.parallel_module import ParallelModule, local_weights
 from fxpar.checkpoint.safetensors_files import Checkpoint
 from fxpar.compile import check_arguments
 from fxpar.cudagraphs import full
@@ -21,7 +23,6 @@ from fxpar.peer_memory.runtime.mailboxes import Mailboxes
 from fxpar.pipeline.runtime.pipeline import PipelineExecutor
 from fxpar.plan.plan import Plan
 from fxpar.runtime import graph_modes
-from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.prefetch import Prefetched
 from fxpar.runtime.refusals import Unwrappable
 from fxpar.runtime.runner import STAGE_RUNNERS
@@ -86,7 +87,8 @@ def parallelize(
         start_workers(plan)
         world = join(plan, agreement)
         opened = None if checkpoint is None else open_alike(checkpoint, model, agreement.agree)
-        module = ParallelModule(model, plan, world, example, loss, passes, opened, check_inputs)
+        weights = partial(local_weights, checkpoint=opened)
+        module = ParallelModule(model, plan, world, example, loss, passes, weights, check_inputs)
         agreement.agree({}, "")  # every rank holds its shards
     return module
 

@@ -7,7 +7,6 @@ There are full state dicts, parts for `torch.distributed.checkpoint`, and an exp
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,6 @@ from fxpar.runtime.shard_spec import ModelTensor, ShardSpec
 from fxpar.runtime.sharded import Sharded, local_of, whole_of
 from fxpar.runtime.sharded_ops import part_of
 from fxpar.torch_internals import IncompatibleKeys
-
-_SAMPLES = 1024
 
 
 def saved_entries(weights: RankTensors) -> dict[str, ModelTensor]:
@@ -249,24 +246,6 @@ def check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) ->
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def fingerprints(model: nn.Module) -> dict[str, str]:
-    """Returns a digest of each tensor's type and of up to 1024 of its elements, evenly spread.
-
-    Of meta tensors the type and shape alone: their values follow from the plan's seed.
-    """
-    digests = {}
-    for name, value in (*model.named_parameters(), *model.named_buffers()):
-        if value.is_meta:
-            digests[name] = f"meta {value.dtype}{tuple(value.shape)}"
-            continue
-        flat = value.detach().reshape(-1)
-        # Samples suffice: weights of two initialisations differ nearly everywhere, and a digest of all would read all.
-        some = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().cpu()
-        data = some.view(torch.uint8).numpy().tobytes() if some.numel() else b""
-        digests[name] = hashlib.sha256(f"{value.dtype}{tuple(value.shape)}".encode() + data).hexdigest()
-    return digests
 
 
 def save_checkpoint(weights: RankTensors, model: nn.Module, folder: str | Path, shard_size: int | str) -> None:

@@ -1,6 +1,7 @@
-"""The parallel module: one rank's part of a model, which trains, evaluates and saves under the author's names.
+"""One rank's part of a model, which trains and evaluates.
 
-Enters: a model, its plan and the processes. Leaves: `ParallelModule`.
+Enters: a model, its plan, the processes and this rank's weights. Leaves: `RankModule`, of which `fxpar.ParallelModule`
+is a subclass.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpar.checkpoint.safetensors_files import Checkpoint
-from fxpar.checkpoint.state_dicts import fingerprints
 from fxpar.cost import Report, make_report
 from fxpar.errors import InputError
 from fxpar.ir.program import Program
@@ -23,40 +22,19 @@ from fxpar.plan.plan import Plan
 from fxpar.runtime import batch as calls
 from fxpar.runtime.graph_modes import GraphFigures, graphs_of
 from fxpar.runtime.inputs import Inputs
+from fxpar.runtime.local_model import LocalModel, LocalWeights
 from fxpar.runtime.outputs import returned
 from fxpar.runtime.programs import Programs
 from fxpar.runtime.rank_consensus import together
 from fxpar.runtime.runner import ForwardBackward, Runner
-from fxpar.runtime.stateful import Stateful
+from fxpar.runtime.shard_spec import fingerprints
 from fxpar.runtime.steps import TRANSPORTS
 from fxpar.runtime.training import StepFlags, Training, check_norm
 from fxpar.runtime.world import World
 
 
-class ParallelModule(Stateful):
-    """Holds and runs one rank's part of a model. `fxpar.parallelize` returns it.
-
-    The module and its submodules are also instances of the author's classes. `isinstance`, containers, attributes and
-    methods work as the author wrote them, unless this class has one of that name. Methods give the same results as on
-    the model if they look at modules, names, shapes and modes, or treat each element independently. Running a part of
-    the model raises an error. So does changing what no program would see, drawing random numbers into weights, and
-    reading values that this rank does not hold.
-
-    Parameters have the author's names and the shapes of the whole; the rank holds its shards of them. With a pipeline,
-    `parameters()` returns those of this rank's stages. A parameter of another stage, such as `model.norm.weight`, has a
-    shape and no values.
-
-    Programs are compiled on first use: for each mode of the modules (training, evaluation), each structure of the
-    batch, and sizes for which the model takes other branches. Sizes of one, such as a batch of one sample, have
-    separate programs.
-
-    Attributes:
-        plan: how the model is split.
-        world: the processes.
-        saved_names: the keys of the unsplit model's state dict, in order.
-        line: the ranks of its pipeline; None without one.
-        loading: the memory that placing this rank's weights took.
-    """
+class RankModule(LocalModel):
+    """Runs and trains one rank's part of a model; `fxpar.ParallelModule` adds how it is saved and loaded."""
 
     def __init__(
         self,
@@ -66,7 +44,7 @@ class ParallelModule(Stateful):
         example: Any,
         loss: Callable[[Any, Any], Tensor] | str | None,
         passes: Sequence[Pass],
-        checkpoint: Checkpoint | None = None,
+        local_weights: LocalWeights,
         check_inputs: bool = True,
     ) -> None:
         super().__init__(model, plan, world)
@@ -78,7 +56,7 @@ class ParallelModule(Stateful):
         self._programs = Programs(model, plan, world, loss, passes, self._graphs, self._mailboxes)
         facts = {"option check_inputs": str(check_inputs), **fingerprints(model)}
         self._programs.start(model, calls.canonical(example), facts)
-        settings = self._adopt(model, checkpoint)
+        settings = self._adopt(model, local_weights)
         self._runner = Runner(self, random, is_graphed=self._graphs.is_on)
         inputs = Inputs(world) if check_inputs and world.size > 1 else None
         self._batches = ForwardBackward(self._programs, self._runner, loss, inputs)

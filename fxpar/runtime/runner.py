@@ -22,13 +22,13 @@ from fxpar.runtime.bound_batch import BoundBatch
 from fxpar.runtime.buffer_updates import Written
 from fxpar.runtime.grad_buffers import Buffers, Placing, TensorAddresses, Waiting
 from fxpar.runtime.inputs import Inputs, Shapes
+from fxpar.runtime.local_model import LocalModel
 from fxpar.runtime.microbatches import Microbatch, MicrobatchResult, weight
 from fxpar.runtime.outputs import differentiable
 from fxpar.runtime.parameters import Copies, Tensors
 from fxpar.runtime.programs import Programs
 from fxpar.runtime.random_state import RandomState
 from fxpar.runtime.sharded import Sharded, leaf_of
-from fxpar.runtime.stateful import Stateful
 from fxpar.runtime.world import World
 
 
@@ -131,7 +131,7 @@ class Runner:
 
     def __init__(
         self,
-        module: Stateful,
+        module: LocalModel,
         random: RandomState,
         *,
         is_graphed: bool,

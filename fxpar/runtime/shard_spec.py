@@ -25,6 +25,9 @@ from fxpar.mesh.mesh import Mesh
 from fxpar.ops.mesh_process_groups import device_mesh, process_group
 from fxpar.ops.process_group import Group
 
+# Elements of a tensor that its fingerprint is made of.
+_SAMPLED = 1024
+
 
 @dataclass(frozen=True)
 class ModelTensor:
@@ -55,6 +58,24 @@ def named_tensors(model: nn.Module) -> list[ModelTensor]:
         for name, tensor in pairs:
             entries.setdefault(id(tensor), (tensor, []))[1].append(name)
     return [ModelTensor(tuple(names), tensor) for tensor, names in entries.values()]
+
+
+def fingerprints(model: nn.Module) -> dict[str, str]:
+    """Returns a digest of each tensor's type and of up to 1024 of its elements, evenly spread.
+
+    Of meta tensors the type and shape alone: their values follow from the plan's seed.
+    """
+    digests = {}
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if value.is_meta:
+            digests[name] = f"meta {value.dtype}{tuple(value.shape)}"
+            continue
+        flat = value.detach().reshape(-1)
+        # Samples suffice: weights of two initialisations differ nearly everywhere, and a digest of all would read all.
+        some = flat[:: max(1, flat.numel() // _SAMPLED)].contiguous().cpu()
+        data = some.view(torch.uint8).numpy().tobytes() if some.numel() else b""
+        digests[name] = sha256(f"{value.dtype}{tuple(value.shape)}".encode() + data).hexdigest()
+    return digests
 
 
 @dataclass(frozen=True)

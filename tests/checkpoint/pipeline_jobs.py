@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
 import fxpar
-from fxpar.runtime.module import ParallelModule
+from fxpar.checkpoint.parallel_module import ParallelModule
 from fxpar.runtime.sharded import local_of
 from tests.pipeline.runtime.pipeline_jobs import SECONDS, deep, parts, plan
 from tests.runtime import models

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import fxpar
-from fxpar.runtime.module import ParallelModule
+from fxpar.checkpoint.parallel_module import ParallelModule
 from fxpar.runtime.sharded import whole_of
 from tests.checkpoint import weight_jobs
 from tests.runtime import models

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import fxpar
+from fxpar.checkpoint.parallel_module import ParallelModule
 from fxpar.layout.layout import Layout, shard
-from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.shard_spec import ShardSpec
 from fxpar.runtime.sharded import Sharded
 from tests.checkpoint.live import LiveBytes
@@ -107,7 +107,7 @@ def save_sharded(name: str, folder: Path) -> Found:
 
 
 def load_sharded(name: str, folder: Path) -> Found:
-    """Forgets the weights, loads them (the module is a `Stateful` by its methods), and gathers them."""
+    """Forgets the weights, loads them (the module is a `ParallelModule` by its methods), and gathers them."""
     model = initial(name)
     _forget(model)
     load({"model": model}, checkpoint_id=folder)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxpar
+from fxpar.checkpoint.parallel_module import ParallelModule
 from fxpar.errors import InputError
-from fxpar.runtime.module import ParallelModule
 from tests.cudagraphs import engine
 from tests.products import product
 from tests.runtime.world import World

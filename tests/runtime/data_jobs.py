@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpar
+from fxpar.checkpoint.parallel_module import ParallelModule
 from fxpar.cli.models import load_model
 from fxpar.cost.communication import collectives
 from fxpar.errors import FxparError
-from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.sharded import whole_of
 from fxpar.runtime.steps import FinishedForward
 from tests.runtime import accounting, jobs

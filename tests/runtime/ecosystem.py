@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import fxpar
-from fxpar.runtime.module import ParallelModule
+from fxpar.checkpoint.parallel_module import ParallelModule
 from fxpar.runtime.sharded import IS_DISPATCHED, whole_of
 from tests.checkpoint import weight_jobs
 from tests.runtime import models

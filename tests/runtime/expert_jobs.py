@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import fxpar
+from fxpar.checkpoint.parallel_module import ParallelModule
 from fxpar.cli.models import build
-from fxpar.runtime.module import ParallelModule
 from tests.passes import experts as words
 from tests.runtime.compiled import Seen, watched
 from tests.runtime.jobs import gradients, refusal

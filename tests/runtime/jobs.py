@@ -18,9 +18,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 import fxpar
+from fxpar.checkpoint.parallel_module import ParallelModule
 from fxpar.errors import FxparError
 from fxpar.ops.mesh_process_groups import close_abandoned
-from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.sharded import local_of, whole_of
 from tests.runtime import models
 from tests.zoo import CASES, VOCABULARY

@@ -17,8 +17,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import fxpar
+from fxpar.checkpoint.parallel_module import ParallelModule
 from fxpar.errors import FxparError
-from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.parameters import Elsewhere
 from fxpar.runtime.sharded import whole_of
 from tests.runtime.jobs import kept

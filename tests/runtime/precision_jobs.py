@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fxpar
+from fxpar.checkpoint.parallel_module import ParallelModule
 from fxpar.errors import InputError
-from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.parameters import Copies
 from fxpar.runtime.sharded import ShardedParameter, leaf_of, local_of, whole_of
 from tests.runtime import models

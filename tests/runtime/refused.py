@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import PrepareModuleOutput, SequenceParal
 from torch.nn.utils import parameters_to_vector
 
 import fxpar
-from fxpar.runtime.module import ParallelModule
+from fxpar.checkpoint.parallel_module import ParallelModule
 from fxpar.runtime.sharded import IS_DISPATCHED
 from tests.runtime import models
 from tests.runtime.ecosystem import Shampoo

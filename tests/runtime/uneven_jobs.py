@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxpar
+from fxpar.checkpoint.parallel_module import ParallelModule
 from fxpar.cli.models import load_model
 from fxpar.errors import FxparError
 from fxpar.ir.program import output_layouts
@@ -17,7 +18,6 @@ from fxpar.ir.step import output_of, parameter_gradients
 from fxpar.layout.shards import local_block
 from fxpar.mesh.axes import coordinates
 from fxpar.ops.lower import lower
-from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.rank_consensus import connected
 from fxpar.runtime.world import join
 from fxpar.verify.reference_program import promote

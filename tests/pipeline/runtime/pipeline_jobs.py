@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fxpar
-from fxpar.runtime.module import ParallelModule
+from fxpar.checkpoint.parallel_module import ParallelModule
 from fxpar.runtime.steps import Steps
 from tests.runtime import models
 from tests.runtime.jobs import Found, gradients, kept, refusal, whole
