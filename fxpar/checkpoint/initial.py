@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fxpar.checkpoint.rank_tensors import Agree, RankTensors
 from fxpar.checkpoint.safetensors_files import Checkpoint, kind_of
-from fxpar.checkpoint.state_dicts import check_names, check_shape, names_fit
+from fxpar.checkpoint.state_dicts import Agree, RankTensors, check_names, check_shape, names_fit
 from fxpar.errors import CheckpointError, InputError, shown
 from fxpar.layout.shards import local_block
 from fxpar.runtime.shard_spec import ModelTensor, named_tensors

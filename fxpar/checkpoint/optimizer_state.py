@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fxpar.checkpoint.rank_tensors import PipelineRanks, RankTensors
 from fxpar.checkpoint.safetensors_files import Checkpoint, can_hold
+from fxpar.checkpoint.state_dicts import PipelineRanks, RankTensors
 from fxpar.errors import CheckpointError, InputError
 from fxpar.ir.program import DTYPE_NAMES, DTYPES
 from fxpar.layout.layout import Layout

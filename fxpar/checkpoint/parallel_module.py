@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.checkpoint.initial import Loading, load, parts
-from fxpar.checkpoint.rank_tensors import PipelineRanks, RankTensors
 from fxpar.checkpoint.safetensors_files import Checkpoint
 from fxpar.checkpoint.state_dicts import (
+    PipelineRanks,
+    RankTensors,
     full_state_dict,
     load_full_state_dict,
     load_sharded_state_dict,

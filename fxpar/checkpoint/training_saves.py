@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 
 from fxpar.checkpoint.initial import load
 from fxpar.checkpoint.optimizer_state import check_fits, class_name, collect, decode, document, encode, restore
-from fxpar.checkpoint.rank_tensors import RankTensors
 from fxpar.checkpoint.safetensors_files import (
     BoxFile,
     Checkpoint,
@@ -38,7 +37,7 @@ from fxpar.checkpoint.safetensors_files import (
     split_files,
     writable,
 )
-from fxpar.checkpoint.state_dicts import save_configuration, saved_once
+from fxpar.checkpoint.state_dicts import RankTensors, save_configuration, saved_once
 from fxpar.errors import CheckpointError, InputError, shown
 from fxpar.layout.layout import Layout
 from fxpar.layout.shards import Box, boxes

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fxpar
 from fxpar.capture.capture import capture
 from fxpar.checkpoint.initial import Loading, parts
-from fxpar.checkpoint.rank_tensors import RankTensors
+from fxpar.checkpoint.state_dicts import RankTensors
 from fxpar.errors import CheckpointError
 from fxpar.ir.program import output_layouts
 from fxpar.layout.layout import I, Layout, Piece, Placement, padded_shard, shard
