@@ -21,10 +21,10 @@ from fxpar.manager import Pass
 from fxpar.plan.plan import Plan
 from fxpar.runtime import batch as calls
 from fxpar.runtime.graph_modes import GraphFigures, graphs_of
-from fxpar.runtime.inputs import Inputs
 from fxpar.runtime.local_model import LocalModel, LocalWeights
 from fxpar.runtime.outputs import returned
 from fxpar.runtime.programs import Programs
+from fxpar.runtime.rank_batches import Inputs
 from fxpar.runtime.rank_consensus import together
 from fxpar.runtime.runner import ForwardBackward, Runner
 from fxpar.runtime.shard_spec import fingerprints

@@ -22,7 +22,7 @@ from fxpar.layout.symbolic_sizes import Size, evaluate
 from fxpar.mesh.axes import PURPOSES, Cuts
 from fxpar.ops.process_group import Cut, Group, gather_whole, take
 from fxpar.runtime.bound_batch import BoundBatch
-from fxpar.runtime.inputs import data_part
+from fxpar.runtime.rank_batches import data_part
 from fxpar.runtime.world import World
 
 

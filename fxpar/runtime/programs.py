@@ -34,11 +34,10 @@ from fxpar.passes.partition_stages import holding, partition_stages
 from fxpar.pipeline.compiler.builtin_schedules import own_stages, rank_of, schedule_of
 from fxpar.plan.plan import Plan
 from fxpar.runtime import batch as calls
-from fxpar.runtime import variable_batches
 from fxpar.runtime.bound_batch import BoundBatch, Compiled
 from fxpar.runtime.graph_modes import NoGraphs
-from fxpar.runtime.inputs import Shapes
 from fxpar.runtime.meta_model import skeleton_of
+from fxpar.runtime.rank_batches import Shapes, fit_batch, largest
 from fxpar.runtime.steps import PeerMemory, Steps
 from fxpar.runtime.world import World
 from fxpar.text.printing import print_program
@@ -167,8 +166,8 @@ class Programs:
         """
         if shapes is None:
             return self._bound(batch, with_loss, differentiated)
-        compiled = self._bound(variable_batches.largest(batch, shapes), with_loss, differentiated).compiled
-        fitted = variable_batches.fit_batch(compiled, batch, shapes, self._world)
+        compiled = self._bound(largest(batch, shapes), with_loss, differentiated).compiled
+        fitted = fit_batch(compiled, batch, shapes, self._world)
         inputs = self._inputs(compiled, fitted.batch)
         sizes = calls.sizes_of(compiled.program, inputs)
         assert sizes is not None, "a program does not fit a batch that was made to fit"

@@ -7,9 +7,9 @@ Compilations meet in the key-value store of the process group and not in a colle
 a name, waiting has a limit whatever the backend, and a rank that fails leaves its reason behind for the others.
 
 A call whose program is there meets once, in front of its first collective: a few words over a group of the hosts
-(`Meeting`), together with what `inputs.py` compares. A rank that has failed by then says so in its place, and all raise
-its error; nothing is under way, and the next call works. An error behind that leaves ranks at different points, which
-nothing brings together again: it goes to all of them by the alarm (`alarm.py`), and every further call is refused.
+(`Meeting`), together with what `rank_batches.py` compares. A rank that has failed by then says so in its place, and all
+raise its error; nothing is under way, and the next call works. An error behind that leaves ranks at different points,
+which nothing brings together again: it goes to all of them by the alarm (`alarm.py`), and further calls are refused.
 """
 
 from __future__ import annotations

@@ -21,13 +21,13 @@ from fxpar.runtime import batch as calls
 from fxpar.runtime.bound_batch import BoundBatch
 from fxpar.runtime.buffer_updates import Written
 from fxpar.runtime.grad_buffers import Buffers, Placing, TensorAddresses, Waiting
-from fxpar.runtime.inputs import Inputs, Shapes
 from fxpar.runtime.local_model import LocalModel
 from fxpar.runtime.microbatches import Microbatch, MicrobatchResult, weight
 from fxpar.runtime.outputs import differentiable
 from fxpar.runtime.parameters import Copies, Tensors
 from fxpar.runtime.programs import Programs
 from fxpar.runtime.random_state import RandomState
+from fxpar.runtime.rank_batches import Inputs, Shapes
 from fxpar.runtime.sharded import Sharded, leaf_of
 from fxpar.runtime.world import World
 

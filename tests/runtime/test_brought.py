@@ -16,8 +16,8 @@ from fxpar.compile import compile_model
 from fxpar.errors import InputError
 from fxpar.plan.plan import Plan
 from fxpar.runtime.bound_batch import BoundBatch
+from fxpar.runtime.rank_batches import FittedBatch, fit_batch, ignored_targets, largest
 from fxpar.runtime.runner import check_padding
-from fxpar.runtime.variable_batches import FittedBatch, fit_batch, ignored_targets, largest
 from tests.runtime.uneven_jobs import Pooled
 
 
