@@ -19,7 +19,7 @@ from fxpar.cudagraphs import full
 from fxpar.errors import InputError, shown
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.peer_memory.runtime.mailboxes import Mailboxes
+from fxpar.peer_memory.runtime.copy_transport import CopyTransport
 from fxpar.pipeline.runtime.pipeline import PipelineExecutor
 from fxpar.plan.plan import Plan
 from fxpar.runtime import graph_modes
@@ -32,7 +32,7 @@ from fxpar.runtime.world import connect, join, start_workers
 # The features of the runtime, which knows them by these registries alone.
 graph_modes.MODES.update(full.MODES)
 STAGE_RUNNERS["pp"] = PipelineExecutor
-TRANSPORTS["copy"] = Mailboxes
+TRANSPORTS["copy"] = CopyTransport
 
 _LONGEST_TIMEOUT = 1e7  # a third of a year; the process groups count in microseconds
 

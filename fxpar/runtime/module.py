@@ -52,8 +52,8 @@ class RankModule(LocalModel):
         world.agreement.step = lambda: random.step
         self._takes_lists = isinstance(example, list)
         self._graphs = graphs_of(plan.cuda_graphs, world.device, world.agreement.enter)
-        self._mailboxes = TRANSPORTS["copy"](plan, world)
-        self._programs = Programs(model, plan, world, loss, passes, self._graphs, self._mailboxes)
+        self._peer_memory = TRANSPORTS["copy"](plan, world)
+        self._programs = Programs(model, plan, world, loss, passes, self._graphs, self._peer_memory)
         facts = {"option check_inputs": str(check_inputs), **fingerprints(model)}
         self._programs.start(model, calls.canonical(example), facts)
         settings = self._adopt(model, local_weights)
@@ -88,7 +88,7 @@ class RankModule(LocalModel):
         """
         self._settings.check()
         call, outputs = self._batches.forward(calls.called_with(self._programs.skeleton, args, kwargs))
-        self._mailboxes.mark()
+        self._peer_memory.mark()
         return returned(call, outputs, self.world)
 
     @together
@@ -127,7 +127,7 @@ class RankModule(LocalModel):
         count = 1 if is_list else self.plan.microbatches
         step = self._training.step(parts, count, options)
         self._flags = StepFlags(step.norm, step.is_finite)
-        self._mailboxes.mark()
+        self._peer_memory.mark()
         return step.loss
 
     @property
@@ -189,7 +189,7 @@ class RankModule(LocalModel):
         the end of a process.
         """
         self._graphs.close()
-        self._mailboxes.close()
+        self._peer_memory.close()
 
     def report(self, sizes: Mapping[str, int] | None = None, optimizer: str = "adamw") -> Report:
         """Returns passes, collectives, memory of each rank, and what is not split and why; printed, it is a table.
@@ -205,7 +205,7 @@ class RankModule(LocalModel):
             InputError: an unknown optimizer or symbol, or a size that the ranks cannot share out.
         """
         compiled = self._programs.first
-        reach = self._mailboxes.reach
+        reach = self._peer_memory.reach
         figures = self.graph_figures
         notes = [str(figure) for figure in (figures, self._training.budget) if figure is not None]
         sizes_of = self._programs.of_sizes

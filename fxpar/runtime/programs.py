@@ -63,13 +63,13 @@ class Programs:
         loss: Callable[[Any, Any], Tensor] | str | None,
         passes: Sequence[Pass],
         graphs: NoGraphs,
-        mailboxes: PeerMemory,
+        peer_memory: PeerMemory,
     ) -> None:
         self.skeleton = skeleton_of(model, PRECISION_DTYPES[plan.precision])
         self.layouts: dict[str, Layout] = {}
         self.aliases: dict[str, str] = {}
         self._plan, self._world, self._loss, self._passes = plan, world, loss, tuple(passes)
-        self._graphs, self._own, self._mailboxes = graphs, own_stages(plan, world.place), mailboxes
+        self._graphs, self._own, self._peer_memory = graphs, own_stages(plan, world.place), peer_memory
         self._splits = plan.pp > 1 and schedule_of(plan, plan.microbatches).split_backward
         self._modules = [*self.skeleton.modules()]
         self._twins: tuple[tuple[nn.Module, nn.Module], ...] = ()
@@ -352,7 +352,7 @@ class Programs:
             self._graphs,
             self._own,
             self._splits,
-            mailboxes=self._mailboxes,
+            peer_memory=self._peer_memory,
             enter=self._world.agreement.enter,
         )
 

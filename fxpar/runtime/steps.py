@@ -157,7 +157,7 @@ class Steps:
         graphs: what of its calls is replayed.
         splits: whether its schedule runs backwards in two parts.
         is_stage: whether it is of one stage.
-        mailboxes: through which steps copy.
+        peer_memory: through which steps copy.
         enter: called in front of what communicates.
         lowered: the forward alone.
         differentiable: the outputs that carry a gradient.
@@ -173,7 +173,7 @@ class Steps:
     own: tuple[int, ...] = ()
     splits: bool = False
     is_stage: bool = False
-    mailboxes: PeerMemory | None = None
+    peer_memory: PeerMemory | None = None
     enter: Callable[[], None] = lambda: None
     _made: dict[Hashable, LoweredStep] = field(default_factory=dict)
     _eager: dict[Hashable, StepCalls] = field(default_factory=dict)
@@ -200,7 +200,7 @@ class Steps:
         """What this rank runs of a stage; None of those of others."""
         if stage.number not in self.own:
             return None
-        more: dict[str, Any] = {"splits": self.splits, "is_stage": True, "mailboxes": self.mailboxes}
+        more: dict[str, Any] = {"splits": self.splits, "is_stage": True, "peer_memory": self.peer_memory}
         return Steps(stage.program, self.groups, self.device, self.plan, self.uneven_rows, **more)
 
     def step(self, names: Sequence[str], trained: Collection[str], outputs: Sequence[str] = ()) -> LoweredStep:
@@ -218,7 +218,7 @@ class Steps:
         key = (tuple(names), frozenset(trained), returned)
         if key not in self._made:
             # Which collectives are copies changes the step: a copy is a send and, in front of its reader, a take.
-            copies = () if self.mailboxes is None else self.mailboxes.names
+            copies = () if self.peer_memory is None else self.peer_memory.names
             step = compile_step(self.program, returned, names, trained, splits=self.splits, copies=copies)
             self._made[key] = self._cut(step)
         return self._made[key]
@@ -317,7 +317,7 @@ class Steps:
 
     def lowering(self, program: Program) -> Lowered:
         """What this rank runs of a program, or of a step of it."""
-        groups = self.groups if self.mailboxes is None else self.mailboxes.groups(program)
+        groups = self.groups if self.peer_memory is None else self.peer_memory.groups(program)
         return lower_program(program, groups, self.device, uneven_rows=self.uneven_rows)
 
     def counted(self, copies: Collection[str]) -> Iterator[tuple[Program, Program, Lowered]]:

@@ -551,7 +551,7 @@ def expected_part(program: Program, region: Routed) -> Fraction | None:
     """Returns which part of others' tokens a rank is expected to need, where copies can pick them; None elsewhere.
 
     Between more than two ranks the plan has to ask for copies, since NCCL is faster otherwise
-    (`fxpar.peer_memory.runtime.mailboxes`), and its collectives know no rows.
+    (`fxpar.peer_memory.runtime.copy_transport`), and its collectives know no rows.
     """
     holders, transport = program.mesh.holders, program.plan.communication.collective_transport
     ranks = prod(holders.values())

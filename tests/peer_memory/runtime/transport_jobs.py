@@ -1,4 +1,4 @@
-"""What test_mailboxes.py runs on ranks."""
+"""What test_copy_transport.py runs on ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Norms(nn.Module):
 
 
 def trained(name: str, exchange: str, options: dict[str, Any], steps: int = 2) -> tuple[list[float], list[Tensor], int]:
-    """Losses, gradients of the last step, and bytes of mailboxes; what was read is overwritten at once."""
+    """Losses, gradients of the last step, and bytes of symmetric buffers; what was read is overwritten at once."""
     torch.manual_seed(0)
     model = _BUILDS[name]().double().train()
     ids = torch.randint(0, VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(1))
@@ -65,7 +65,7 @@ def trained(name: str, exchange: str, options: dict[str, Any], steps: int = 2) -
         with symmetric_buffer.poisoned():
             losses.append(float(parallel.train_step(batch)))
     gradients = [p.grad.clone() for p in parallel.parameters() if p.grad is not None]
-    size = parallel._mailboxes.reach.bytes
+    size = parallel._peer_memory.reach.bytes
     parallel.close()
     return losses, [fxpar.runtime.sharded.local_of(g) for g in gradients], size
 
@@ -87,7 +87,7 @@ def told() -> list[tuple[list[tuple[int, int]], int, str]]:
 
 
 def differences(name: str, options: dict[str, Any]) -> tuple[float, float, int]:
-    """The largest difference of losses and of gradients between copies and collectives, and bytes of mailboxes.
+    """The largest difference of losses and of gradients between copies and collectives, and bytes of symmetric buffers.
 
     Collectives run in eager programs, which compiled ones are like.
     """

@@ -36,7 +36,7 @@ from fxpar.runtime.world import World
 _NOT_FASTER = "NCCL is faster between more than two GPUs (Communication('copy') copies all the same)"
 
 
-class Mailboxes:
+class CopyTransport:
     """Those of one module; a `fxpar.runtime.steps.PeerMemory`.
 
     Attributes:

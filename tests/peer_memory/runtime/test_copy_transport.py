@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar.peer_memory.runtime import mailboxes
+from fxpar.peer_memory.runtime import copy_transport
+from fxpar.peer_memory.runtime.copy_transport import why_not_copy
 from fxpar.peer_memory.runtime.device import Watchdog
-from fxpar.peer_memory.runtime.mailboxes import why_not_copy
 from fxpar.plan.option_groups import Recompute
-from tests.peer_memory.runtime import mailbox_jobs
+from tests.peer_memory.runtime import transport_jobs
 from tests.runtime.world import World
 
 PLANS: list[Any] = [
@@ -41,7 +41,7 @@ MORE_PLANS: list[Any] = [
 )
 def test_training_is_the_same(request: pytest.FixtureRequest, name: str, plan: dict[str, Any]) -> None:
     ranks = plan.get("dp", 1) * plan.get("tp", 1) * plan.get("pp", 1)
-    for losses, gradients, size in request.getfixturevalue(f"world{ranks}").run(mailbox_jobs.differences, name, plan):
+    for losses, gradients, size in request.getfixturevalue(f"world{ranks}").run(transport_jobs.differences, name, plan):
         assert losses < 1e-9
         assert gradients < 1e-7  # transformers computes norms in float32
         assert size > 0
@@ -49,27 +49,27 @@ def test_training_is_the_same(request: pytest.FixtureRequest, name: str, plan: d
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
 def test_each_kind_on_two_ranks(world2: World, dtype: torch.dtype) -> None:
-    assert world2.run(mailbox_jobs.each_kind, dtype, (6, 4, 3)) == [[], []]
+    assert world2.run(transport_jobs.each_kind, dtype, (6, 4, 3)) == [[], []]
 
 
 @pytest.mark.parametrize("shape", [(8, 4, 3), (4, 4, 1)], ids=str)
 def test_each_kind_on_four_ranks(world4: World, shape: tuple[int, ...]) -> None:
-    assert world4.run(mailbox_jobs.each_kind, torch.float64, shape) == [[], [], [], []]
+    assert world4.run(transport_jobs.each_kind, torch.float64, shape) == [[], [], [], []]
 
 
 def test_in_one_shot(world2: World) -> None:
     for size in (0, 1, 7, 4096):
-        assert world2.run(mailbox_jobs.one_shot, size) == [True, True]
+        assert world2.run(transport_jobs.one_shot, size) == [True, True]
 
 
 def test_a_rank_that_sends_nothing_is_named(world2: World) -> None:
-    said, _ = world2.run(mailbox_jobs.lost)
+    said, _ = world2.run(transport_jobs.lost)
     assert "rank 1 has sent nothing for 1 s" in said
     assert "rank 0, buffer 2" in said
 
 
 def test_the_report_tells_which_are_copies(world2: World) -> None:
-    (copied, size, text), (sent, none, why), (_, nothing, known) = world2.run(mailbox_jobs.told)[1]
+    (copied, size, text), (sent, none, why), (_, nothing, known) = world2.run(transport_jobs.told)[1]
     assert size > 0 == none == nothing
     assert sum(count for count, _ in copied) > 0 == sum(count for count, _ in sent)
     assert [count for _, count in copied] == [count for _, count in sent]
@@ -80,12 +80,12 @@ def test_the_report_tells_which_are_copies(world2: World) -> None:
 
 
 def test_a_closed_module_says_so(world2: World) -> None:
-    for said in world2.run(mailbox_jobs.closed):
+    for said in world2.run(transport_jobs.closed):
         assert "the memory into which ranks copy is freed: the module is closed" in said
 
 
 def test_a_step_behind_one_that_was_broken_off_says_so(world2: World) -> None:
-    for said in world2.run(mailbox_jobs.broken_off):
+    for said in world2.run(transport_jobs.broken_off):
         assert "an earlier call failed: MemoryError: no more" in said
 
 
@@ -143,8 +143,8 @@ def test_a_host_that_waits_to_mark_a_place_is_watched(monkeypatch: pytest.Monkey
     now, said = [0.0], list[Exception]()
     watch = Watchdog(0, 10.0, _Board(), lambda: 0, said.append, lambda: now[0])
     events = _Event(), _Event()
-    marks: Any = mailboxes._Marks(torch.device("cpu"), watch, itertools.cycle(events))  # type: ignore[arg-type]
-    monkeypatch.setattr(mailboxes, "current_stream", lambda device: None)
+    marks: Any = copy_transport._Marks(torch.device("cpu"), watch, itertools.cycle(events))  # type: ignore[arg-type]
+    monkeypatch.setattr(copy_transport, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def wait() -> None:
