@@ -363,7 +363,7 @@ class Agreement:
         return [encoded.decode() for encoded in store.multi_get(keys)]
 
     def post(self, calls: int, look: int) -> None:
-        """Leaves a sign that this rank goes on, for those that wait for it (`fxpar.peer_memory.runtime.device`)."""
+        """Leaves a sign that this rank goes on, for those that wait for its copies (`fxpar.peer_memory`)."""
         store = self._store()
         if store is not None:
             with contextlib.suppress(dist.DistError):  # who reads finds no sign then

@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import threading
+import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.cuda import can_device_access_peer as can_access
@@ -27,7 +29,7 @@ from fxpar.ops.mesh_process_groups import process_group
 from fxpar.ops.process_group import Group
 from fxpar.peer_memory.compiler import symmetric_buffer
 from fxpar.peer_memory.compiler.symmetric_buffer import CpuSymmetricBuffer, machine
-from fxpar.peer_memory.runtime.device import Watchdog, current_stream, end_process
+from fxpar.peer_memory.runtime.device import GpuSymmetricBuffer, allow_while_captured, current_stream, end_process
 from fxpar.plan.plan import Plan
 from fxpar.runtime.world import World
 
@@ -96,10 +98,6 @@ class CopyTransport:
         members = next(ranks for ranks in self._world.mesh.groups(axis) if self._world.rank in ranks)
         rank, size = members.index(self._world.rank), len(members)
         if self._world.device.type == "cuda":
-            from fxpar.peer_memory.runtime.device import (
-                GpuSymmetricBuffer,  # its symmetric memory takes a second to import
-            )
-
             device = self._world.device
             if not self._marks:
                 events = itertools.cycle((torch.cuda.Event(), torch.cuda.Event()))
@@ -116,7 +114,6 @@ class CopyTransport:
 
     def _watch(self, device: torch.device) -> Watchdog:
         """Ends this process where its GPU waits for a copy for longer than ranks wait for each other."""
-        from fxpar.peer_memory.runtime.device import allow_while_captured
 
         def prepare() -> None:
             torch.cuda.set_device(device)
@@ -199,3 +196,117 @@ def why_not_copy(groups: Iterable[Sequence[int]], places: Sequence[Mapping[str, 
         if len(ranks) > 2 and not asked:
             return _NOT_FASTER
     return ""
+
+
+# Looks whether a GPU comes on, since nothing else ends a wait for a copy that never comes.
+
+# Looks in the time limit, and the most seconds from one to the next.
+_LOOKS, _LONGEST = 20, 10.0
+# Looks behind which a rank whose sign does not change is silent.
+_SILENT = 3
+
+
+class Event(Protocol):
+    """A place in the work of a device."""
+
+    def query(self) -> bool:
+        """Whether the device has come there."""
+
+
+class Board(Protocol):
+    """Where ranks leave signs."""
+
+    def post(self, calls: int, look: int) -> None:
+        """Leaves this rank's sign: calls that it has begun, and how often it has looked."""
+
+    def posted(self) -> Sequence[tuple[int, int] | None]:
+        """The signs of all ranks, in order."""
+
+
+@dataclass
+class Watchdog:
+    """Looks whether the device comes on.
+
+    Attributes:
+        rank: of this process.
+        seconds: in which it comes to where an event is.
+        board: of all ranks.
+        calls: how many calls this rank has begun, which all ranks make.
+        end: ends the wait, or the process.
+        clock: seconds.
+    """
+
+    rank: int
+    seconds: float
+    board: Board
+    calls: Callable[[], int]
+    end: Callable[[RankError], None] = end_process
+    clock: Callable[[], float] = time.monotonic
+    _marked: tuple[Event, float] | None = None
+    _look: int = 0
+    _heard: dict[int, tuple[tuple[int, int] | None, int]] = field(default_factory=dict)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def mark(self, event: Event) -> None:
+        """Gives it an event that was just recorded behind all that was queued; it looks at the last one alone.
+
+        The one before may be recorded again: it is no longer looked at.
+        """
+        self._marked = event, self.clock()
+
+    def look(self) -> None:
+        """Calls `end` if the event is too long ago, at each look."""
+        self._look += 1
+        self.board.post(self.calls(), self._look)
+        for rank, sign in enumerate(self.board.posted()):
+            if rank not in self._heard or self._heard[rank][0] != sign:
+                self._heard[rank] = sign, self._look
+        marked = self._marked
+        if marked is None:
+            return
+        event, since = marked
+        # One that is no longer the last may have been recorded again right before it was asked, and is not late.
+        if self.clock() - since > self.seconds and not event.query() and self._marked is marked:
+            self.end(self._error())
+
+    def _error(self) -> RankError:
+        calls = self.calls()
+        silent, behind = [], []
+        for rank, (sign, look) in self._heard.items():
+            if rank == self.rank:
+                continue
+            if sign is None or self._look - look >= _SILENT:
+                silent.append(rank)
+            elif sign[0] < calls:
+                behind.append(f"rank {rank} has begun {sign[0] + 1} calls and this rank {calls + 1}")
+        signs = [f"rank {', '.join(map(str, silent))} gives no sign: it ended, or stands still"] if silent else []
+        signs += behind or ([] if silent else ["all ranks have begun the same calls or more"])
+        return RankError(
+            f"the GPU has waited for copies of other ranks for {self.seconds:g} s: {'; '.join(signs)}",
+            where=f"rank {self.rank}, call {calls}",
+            remedy="look at the output of the ranks that are named, or raise parallelize(timeout=…)",
+        )
+
+    def start(self, prepare: Callable[[], None]) -> Watchdog:
+        """Looks from time to time, on a thread of its own.
+
+        Args:
+            prepare: runs on the thread before its first look.
+        """
+        pause = min(self.seconds / _LOOKS, _LONGEST)
+
+        def run() -> None:
+            prepare()
+            while not self._stop.wait(pause):
+                self.look()
+
+        self._thread = threading.Thread(target=run, name="fxpar copies", daemon=True)
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Looks no more."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=_LONGEST)

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from fxpar.peer_memory.runtime import copy_transport
-from fxpar.peer_memory.runtime.copy_transport import why_not_copy
-from fxpar.peer_memory.runtime.device import Watchdog
+from fxpar.peer_memory.runtime.copy_transport import Watchdog, why_not_copy
 from fxpar.plan.option_groups import Recompute
 from tests.peer_memory.runtime import transport_jobs
 from tests.runtime.world import World

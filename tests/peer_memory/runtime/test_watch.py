@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from fxpar.errors import RankError
-from fxpar.peer_memory.runtime.device import Watchdog
+from fxpar.peer_memory.runtime.copy_transport import Watchdog
 
 
 @dataclass
@@ -120,7 +120,7 @@ def test_who_does_not_come_is_named(others: list[tuple[int, int] | None], alive:
 
 _ENDING = """
 import time
-from fxpar.peer_memory.runtime.device import Watchdog
+from fxpar.peer_memory.runtime.copy_transport import Watchdog
 class Never:
     def query(self): return False
 class Alone:
