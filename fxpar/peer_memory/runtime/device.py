@@ -157,21 +157,18 @@ class GpuSymmetricBuffer(SymmetricBuffer):
 
     def expanded(self, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
         """By one kernel."""
-        from fxpar.peer_memory.runtime.push_needed import push_expanded
-
-        areas = self._slots(buffer, x)
-        return push_expanded(x, chosen, per_rank, self.rank, areas, self._kernel_flags(buffer), self._stop)
+        return self._needed("expand", buffer, x, chosen, per_rank)
 
     def summed(self, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
         """By one kernel."""
-        from fxpar.peer_memory.runtime.push_needed import push_summed
+        return self._needed("sum", buffer, x, chosen, per_rank)
 
-        areas = self._slots(buffer, x[0])
-        return push_summed(x, chosen, per_rank, self.rank, areas, self._kernel_flags(buffer), self._stop)
+    def _needed(self, way: str, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
+        from fxpar.peer_memory.runtime.push_needed import push_needed
 
-    def _slots(self, buffer: int, like: Tensor) -> Sequence[Tensor]:
-        """The areas of all ranks, with a slot like that [t, f] for each of them."""
-        return self.areas(buffer, self.size * slot_stride(like))
+        areas = self.areas(buffer, self.size * slot_stride(x if way == "expand" else x[0]))
+        flags = self._kernel_flags(buffer)
+        return push_needed(way, x, chosen, per_rank, self.rank, areas, flags, self._stop)
 
     def _ends(self, buffer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of two ranks memory like `x` of the other and of this one, and the flags of both."""

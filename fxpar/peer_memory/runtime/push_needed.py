@@ -134,7 +134,8 @@ _SUM = """
 """
 
 
-def push_expanded(
+def push_needed(
+    way: str,
     x: Tensor,
     chosen: Tensor,
     per_rank: int,
@@ -143,10 +144,11 @@ def push_expanded(
     flags: Sequence[Tensor],
     stop: Sequence[Tensor],
 ) -> Tensor:
-    """What a rank needs of the tokens of all, [n, t, f].
+    """Returns what a rank needs of the tokens of all, [n, t, f], or sums of what the ranks made of its own, [t, f].
 
     Args:
-        x: [t, f], contiguous.
+        way: `expand` or `sum`.
+        x: contiguous: this rank's tokens, [t, f], or what it made of those of all, [n, t, f].
         chosen: i64[n, t, K], contiguous.
         per_rank: experts of a rank.
         rank: this one's number.
@@ -154,44 +156,9 @@ def push_expanded(
         flags: of all ranks, int32[FLAGS], zero before and behind.
         stop: as of `push_sum`.
     """
-    out = x.new_empty((len(areas), *x.shape))
-    _run("expand", x, x, chosen, per_rank, rank, areas, [*flags, *stop], out)
-    return out
-
-
-def push_summed(
-    x: Tensor,
-    chosen: Tensor,
-    per_rank: int,
-    rank: int,
-    areas: Sequence[Tensor],
-    flags: Sequence[Tensor],
-    stop: Sequence[Tensor],
-) -> Tensor:
-    """The sums of what the ranks made of this one's tokens, [t, f].
-
-    Args:
-        x: [n, t, f], contiguous.
-        chosen, per_rank, rank, areas, flags, stop: as of `push_expanded`.
-    """
-    out = x.new_empty(x.shape[1:])
-    _run("sum", x, x[rank], chosen, per_rank, rank, areas, [*flags, *stop], out)
-    return out
-
-
-def _run(
-    way: str,
-    x: Tensor,
-    like: Tensor,
-    chosen: Tensor,
-    per_rank: int,
-    rank: int,
-    areas: Sequence[Tensor],
-    words: Sequence[Tensor],
-    out: Tensor,
-) -> None:
-    """Of which `like` [t, f] is what a rank has of one rank's tokens, and `words` are flags and `stop`."""
-    (rows, width), size, choices = like.shape, len(areas), chosen.shape[-1]
+    size, choices, like = len(areas), chosen.shape[-1], x if way == "expand" else x[rank]
+    rows, width = like.shape
+    out = x.new_empty((size, rows, width) if way == "expand" else (rows, width))
     columns = min(triton.next_power_of_2(width), _COLUMNS)
     tile = _TILE // columns
     # Chunks have more rows where there would be more chunks than flags.
@@ -201,7 +168,8 @@ def _run(
         chosen,
         out,
         *(area.view(x.dtype) for area in areas),
-        *words,
+        *flags,
+        *stop,
         rows,
         slot_stride(like) // x.itemsize,
         max(1, triton.cdiv(rows, chunk_rows)),  # of no tokens too the ranks wait for each other
@@ -216,6 +184,7 @@ def _run(
         PLACES=triton.next_power_of_2(choices),
         num_warps=_WARPS,
     )
+    return out
 
 
 @cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -43,7 +45,7 @@ def test_each_rank_has_what_it_needs(
     shape = (tokens, width) if way == "expand" else (ranks, tokens, width)
     values = [torch.randn(shape, device="cuda").to(dtype) for _ in range(ranks)]
     chosen = torch.randint(0, ranks * own + 2, (ranks, tokens, choices), device="cuda")
-    run = push_needed.push_expanded if way == "expand" else push_needed.push_summed
+    run = functools.partial(push_needed.push_needed, way)
     stride = slot_stride(values[0] if way == "expand" else values[0][0])
     size = -(-ranks * stride // 4096) * 4096
     areas = [[torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(ranks)] for _ in range(2)]
