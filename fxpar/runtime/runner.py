@@ -18,8 +18,7 @@ from fxpar.ir.step import is_buffer, is_copy, is_counted, is_mixed, written
 from fxpar.plan.plan import Plan
 from fxpar.rewrite.loss_reduction import COUNT
 from fxpar.runtime import batch as calls
-from fxpar.runtime.bound_batch import BoundBatch
-from fxpar.runtime.buffer_updates import Written
+from fxpar.runtime.bound_batch import BoundBatch, Written
 from fxpar.runtime.grad_buffers import Buffers, Placing, TensorAddresses, Waiting
 from fxpar.runtime.local_model import LocalModel
 from fxpar.runtime.microbatches import Microbatch, MicrobatchResult, weight

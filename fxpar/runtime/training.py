@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from fxpar.errors import InputError, shown
 from fxpar.ir.program import Program
 from fxpar.plan.plan import Plan
-from fxpar.runtime.bound_batch import BoundBatch
-from fxpar.runtime.buffer_updates import Written
+from fxpar.runtime.bound_batch import BoundBatch, Written
 from fxpar.runtime.expert_loads import Budget, Loads, Overflow, gathered
 from fxpar.runtime.grad_buffers import call_hooks
 from fxpar.runtime.graph_modes import NoGraphs

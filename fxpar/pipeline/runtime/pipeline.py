@@ -27,8 +27,7 @@ from fxpar.pipeline.compiler.simulation import Kind, received, sent
 from fxpar.pipeline.runtime.evaluation import Channels, Evaluation, part_of
 from fxpar.plan.plan import Plan
 from fxpar.rewrite.loss_reduction import COUNT
-from fxpar.runtime.bound_batch import BoundBatch
-from fxpar.runtime.buffer_updates import Written
+from fxpar.runtime.bound_batch import BoundBatch, Written
 from fxpar.runtime.grad_buffers import Waiting
 from fxpar.runtime.microbatches import Microbatch, joined_loss, unit_of, weight
 from fxpar.runtime.rank_consensus import is_lost
