@@ -100,7 +100,11 @@ def _check_options(check_inputs: Any) -> None:
 
 def _check(model: nn.Module, loss: Any) -> None:
     if loss is not None and not callable(loss) and (not isinstance(loss, str) or not loss):
-        raise InputError(f"must be a name or a callable, got {shown(loss)}", where="loss", remedy="pass one")
+        raise InputError(
+            f"must be a callable or the name of an output, got {shown(loss)}",
+            where="loss",
+            remedy="pass an output's name or a callable",
+        )
     if isinstance(model, nn.Module) and any(isinstance(module, Unwrappable) for module in model.modules()):
         raise InputError(
             "the model is parallelised already", where="parallelize", remedy="pass the author's model, once"

@@ -314,7 +314,7 @@ TABLE = [
         "no loss",
         lambda: fxpar.parallelize(Mlp(), Plan(), (X,), loss=3),  # type: ignore[arg-type]
         "InputError",
-        "must be a name or a callable",
+        "must be a callable or the name of an output, got 3",
     ),
     Bad(
         "no initialiser",

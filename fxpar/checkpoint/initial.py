@@ -58,9 +58,13 @@ def materialize(model: nn.Module, seed: int = 0, device: torch.device | str = "c
         InputError: no initialiser fills a tensor, or an initialiser fails without the values of other tensors.
     """
     if not isinstance(model, nn.Module):
-        raise InputError(f"a {type(model).__name__} is no nn.Module", where="materialize", remedy="pass the model")
+        raise InputError(
+            f"model must be an nn.Module, got a {type(model).__name__}", where="materialize", remedy="pass the model"
+        )
     if type(seed) is not int or not 0 <= seed < 2**63:
-        raise InputError(f"{shown(seed)} is no integer in [0, 2^63)", where="seed", remedy="pass Plan.seed of the run")
+        raise InputError(
+            f"must be an integer in [0, 2^63), got {shown(seed)}", where="seed", remedy="pass Plan.seed of the run"
+        )
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:

@@ -237,7 +237,9 @@ def _names(weights: RankTensors, optimizer: Any) -> dict[int, str]:
     """Returns the name under which each of the optimizer's parameters is saved."""
     if not isinstance(optimizer, Optimizer):
         raise InputError(
-            f"a {type(optimizer).__name__} is no torch.optim.Optimizer", where="optimizer", remedy="pass the optimizer"
+            f"must be a torch.optim.Optimizer, got a {type(optimizer).__name__}",
+            where="optimizer",
+            remedy="pass the optimizer",
         )
     saved = set(weights.saved)
     names = {
@@ -249,7 +251,7 @@ def _names(weights: RankTensors, optimizer: Any) -> dict[int, str]:
         for index, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
                 raise InputError(
-                    f"parameter {index} of group {number}, of shape {list(parameter.shape)}, is none of the module's",
+                    f"parameter {index} of group {number}, of shape {list(parameter.shape)}, is not the module's",
                     where="optimizer",
                     remedy="make it of model.parameters(), after parallelize",
                 )

@@ -57,7 +57,7 @@ def folder_of(folder: str | Path) -> Path:
         CheckpointError: it is not a path.
     """
     if not isinstance(folder, (str, Path)) or "\0" in str(folder):
-        raise CheckpointError(f"{shown(folder)} is no path", where="folder", remedy="name a folder")
+        raise CheckpointError(f"must be a path, got {shown(folder)}", where="folder", remedy="name a folder")
     return Path(folder)
 
 
@@ -71,7 +71,11 @@ def bytes_of(size: int | str) -> int:
     match = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([KMGT]?B|)", text, re.IGNORECASE)
     count = int(float(match[1]) * _UNITS[match[2].upper()]) if match and not isinstance(size, bool) else 0
     if count < 1:
-        raise InputError(f"{shown(size)} is no size", where="shard_size", remedy='pass bytes, or a text such as "5GB"')
+        raise InputError(
+            f"must be a size in bytes, got {shown(size)}",
+            where="shard_size",
+            remedy='pass bytes, or a text such as "5GB"',
+        )
     return count
 
 
@@ -273,10 +277,12 @@ class Checkpoint:
     def __init__(self, path: str | Path, rename: Callable[[str], str | None] | None = None) -> None:
         if not isinstance(path, (str, Path)):
             remedy = "pass a path or a fxpar.Checkpoint; load_full_state_dict takes tensors by name"
-            raise CheckpointError(f"a {type(path).__name__} names no checkpoint", where="checkpoint", remedy=remedy)
+            raise CheckpointError(
+                f"must be a path or a Checkpoint, got a {type(path).__name__}", where="checkpoint", remedy=remedy
+            )
         if rename is not None and not callable(rename):
             remedy = "pass a function from the checkpoint's name to the model's"
-            raise CheckpointError(f"{shown(rename)} is no function", where="rename", remedy=remedy)
+            raise CheckpointError(f"must be a function, got {shown(rename)}", where="rename", remedy=remedy)
         self.path = Path(path)
         self._entries: dict[str, _Entry] = {}
         for entry in _entries_at(self.path):
@@ -285,7 +291,7 @@ class Checkpoint:
                 continue
             if not isinstance(name, str) or not name:
                 raise CheckpointError(
-                    f"rename gives {shown(name)}, which is no name",
+                    f"rename must return a name or None, got {shown(name)}",
                     where=f"{self.path}: {entry.key}",
                     remedy="return the model's name, or None to leave the tensor out",
                 )
@@ -402,7 +408,7 @@ def _entries_at(path: Path) -> list[_Entry]:
         return _indexed(path)
     if path.suffix != ".safetensors":
         raise CheckpointError(
-            "is no safetensors checkpoint",
+            "must be a safetensors checkpoint",
             where=str(path),
             remedy="name a .safetensors file, an .index.json, or a folder that holds one",
         )
@@ -416,7 +422,9 @@ def _indexed(path: Path) -> list[_Entry]:
         files = {str(key): str(file) for key, file in places.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"is no index: {type(error).__name__} {error}", where=str(path), remedy="download or save it again"
+            f"cannot be read as an index: {type(error).__name__} {error}",
+            where=str(path),
+            remedy="download or save it again",
         ) from error
     tensors = []
     for file in sorted(set(files.values())):

@@ -147,7 +147,7 @@ def saved_entries(weights: RankTensors) -> dict[str, ModelTensor]:
     for name in weights.saved:
         if name not in entries:
             raise CheckpointError(
-                "is in the model's state dict and is no parameter or buffer",
+                "is in the model's state dict, and must be a parameter or buffer",
                 where=name,
                 remedy="keep extra state and renaming hooks out of the model",
             )
@@ -309,7 +309,7 @@ def check_names(
     """
     if isinstance(keys, (str, bytes)) or not hasattr(keys, "__iter__"):
         raise CheckpointError(
-            f"a {type(keys).__name__} is no mapping from names to tensors", where=where, remedy=remedy
+            f"must be a mapping from names to tensors, got a {type(keys).__name__}", where=where, remedy=remedy
         )
     missing, unknown = _misfits(keys, saved, groups)
     if strict and (missing or unknown):

@@ -94,7 +94,7 @@ def save_training(
     """
     if type(keep) is not int or keep < 1:
         raise InputError(
-            f"{shown(keep)} is no positive integer", where="keep", remedy="give the number of saves that stay"
+            f"must be a positive integer, got {shown(keep)}", where="keep", remedy="give the number of saves that stay"
         )
     limit, root = bytes_of(shard_size), folder_of(folder)
     state = collect(weights, objects.optimizer)

@@ -192,7 +192,9 @@ def check_optimizer(optimizer: Any, device: torch.device) -> None:
     """
     if not isinstance(optimizer, Optimizer):
         raise InputError(
-            f"a {type(optimizer).__name__} is no optimizer", where="optimizer", remedy="pass one of torch.optim"
+            f"must be an optimizer, got a {type(optimizer).__name__}",
+            where="optimizer",
+            remedy="pass one of torch.optim",
         )
     name = type(optimizer).__name__
     # torch refuses to step while a GPU captures where an optimizer that could be capturable is not.

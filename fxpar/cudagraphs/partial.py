@@ -423,7 +423,7 @@ def refuse_uncaptured(step: LoweredStep) -> None:
     if node is not None:
         reason = note(node).uncaptured
         remedy = "set CudaGraphs('partial'), whose graphs end there"
-        raise InputError(f"is no part of a CUDA graph: it {reason}", where=describe(node), remedy=remedy)
+        raise InputError(f"cannot be part of a CUDA graph: it {reason}", where=describe(node), remedy=remedy)
 
 
 def key_of(values: Mapping[str, Any], inputs: Collection[str]) -> tuple[Hashable, Hashable]:

@@ -381,7 +381,7 @@ def check_scaler(scaler: Any, precision: str, device: torch.device) -> None:
     """
     remedy = f"pass scaler=torch.amp.GradScaler({device.type!r}), and step and update with it"
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise InputError(f"a {type(scaler).__name__} is no GradScaler", where="scaler", remedy=remedy)
+        raise InputError(f"must be a GradScaler, got a {type(scaler).__name__}", where="scaler", remedy=remedy)
     if precision != "fp16" or (scaler is not None and scaler.is_enabled()):
         return
     lost = "has no scaler" if scaler is None else "has a scaler that is disabled"

@@ -66,4 +66,6 @@ class RandomState:
 
     def _check(self) -> None:
         if type(self.step) is not int or not 0 <= self.step < 2**62:
-            raise InputError(f"{shown(self.step)} is no number of steps", where="step", remedy="set one from 0 on")
+            raise InputError(
+                f"must be an integer from 0 on, got {shown(self.step)}", where="step", remedy="set one from 0 on"
+            )

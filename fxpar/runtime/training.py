@@ -51,7 +51,11 @@ def check_norm(max_norm: Any) -> None:
         InputError: it is no number of at least 0.
     """
     if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:
-        raise InputError(f"{shown(max_norm)} is no norm", where="max_norm", remedy="pass a number of at least 0")
+        raise InputError(
+            f"must be a number of at least 0, got {shown(max_norm)}",
+            where="max_norm",
+            remedy="pass a number of at least 0",
+        )
 
 
 class Training:

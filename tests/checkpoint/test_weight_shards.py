@@ -175,7 +175,7 @@ def test_an_index_is_believed_where_it_is_right(tmp_path: Path) -> None:
     refused: dict[Any, str] = {
         tmp_path: "the folder holds both",
         tmp_path / "missing.safetensors": "there is no such file",
-        tmp_path / "one.bin": "is no safetensors checkpoint",
+        tmp_path / "one.bin": "must be a safetensors checkpoint",
     }
     for path, reason in refused.items():
         with pytest.raises(CheckpointError, match=reason):
@@ -186,8 +186,8 @@ def test_an_index_is_believed_where_it_is_right(tmp_path: Path) -> None:
         '{"weight_map": {"a": "two.safetensors"}}': "two.safetensors lacks a",
         '{"weight_map": {"a": "../two.safetensors"}}': "in another folder",
         '{"weight_map": {"a": "three.safetensors"}}': "there is no such file",
-        '{"weight_map": 3}': "is no index",
-        "[": "is no index",
+        '{"weight_map": 3}': "cannot be read as an index",
+        "[": "cannot be read as an index",
     }.items():
         index.write_text(text)
         with pytest.raises(CheckpointError, match=reason):

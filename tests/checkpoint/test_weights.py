@@ -149,7 +149,7 @@ def test_one_file_is_written_where_it_is_large_enough(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot be written"):
         model.save_checkpoint(tmp_path / "file")
     for size in ("much", "0", -1, "5 stones", True):
-        with pytest.raises(fxpar.FxparError, match="is no size"):
+        with pytest.raises(fxpar.FxparError, match="must be a size"):
             model.save_checkpoint(tmp_path / "other", size)
 
 

@@ -163,13 +163,13 @@ def test_orders_that_an_array_cannot_say_are_null_in_the_document_of_all(tmp_pat
     [
         ("", "--pp: is not given; give it, or a --file that says it"),
         ("--pp 4", "--microbatches: is not given"),
-        ("--pp 0 --microbatches 4", "pp: 0 is no positive integer"),
+        ("--pp 0 --microbatches 4", "pp: must be a positive integer, got 0"),
         ("--pp 4 --microbatches 4 --schedule fast", "schedule: 'fast' is unknown; choose gpipe, 1f1b, "),
         ("--pp 4 --microbatches 4 --rank 4", "--rank: there is no rank 4; choose from 0–3"),
         ("--pp 4 --microbatches 4 --rank -1", "--rank: there is no rank -1"),
         ("--pp 4 --microbatches 4 --costs 1,2", "--costs: must be three numbers, got '1,2'; write whole numbers as in"),
         ("--pp 4 --microbatches 4 --costs 1,2,x", "--costs: must be a whole number of at most 20 digits, got 'x'"),
-        ("--pp 4 --microbatches 4 --costs 1,0,1", "cost backward_input: 0 is no positive integer"),
+        ("--pp 4 --microbatches 4 --costs 1,0,1", "cost backward_input: must be a positive integer below 2^31, got 0"),
         ("--pp 4 --microbatches 10 --virtual-stages 2", "group_size: 10 microbatches cannot be run in groups of 4"),
         ("--pp 4 --microbatches 3 --virtual-stages 2", "microbatches: interleaved_1f1b of 2 stages a rank needs a"),
         ("--pp 99999999999999999999 --microbatches 4", "are more than 1000000 forwards"),
@@ -177,7 +177,10 @@ def test_orders_that_an_array_cannot_say_are_null_in_the_document_of_all(tmp_pat
         ("--file {tmp}/mine --schedule zbv", "--schedule: says nothing of {tmp}/mine, which has its order; leave it"),
         ("--file {tmp}/mine --group-size 2", "--group-size: says nothing of {tmp}/mine"),
         ("--file {tmp}/mine", "rank 0, position 0 (0B0): needs 0F0, which the rank runs later, at position 1; put"),
-        ("--file {tmp}/words", "words line 1 cell 2: 'what' is no action; write stage, letter and microbatch"),
+        (
+            "--file {tmp}/words",
+            "words line 1 cell 2: must be an action, got 'what'; write stage, letter and microbatch",
+        ),
         ("--pp 2 --microbatches 2 --svg /dev/null/a.svg", "/dev/null/a.svg: "),
     ],
 )

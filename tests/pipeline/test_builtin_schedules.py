@@ -77,12 +77,12 @@ def test_what_a_schedule_says_of_itself() -> None:
     ("name", "sizes", "message"),
     [
         ("chimera", {}, f"schedule: 'chimera' is unknown; choose {', '.join(SCHEDULES)}"),
-        ("1f1b", {"pp": 0}, "pp: 0 is no positive integer"),
-        ("1f1b", {"pp": True}, "pp: True is no positive integer"),
-        ("1f1b", {"microbatches": -1}, "microbatches: -1 is no positive integer"),
-        ("1f1b", {"microbatches": 2.0}, "microbatches: 2.0 is no positive integer"),
-        ("gpipe", {"virtual_stages": 0}, "virtual_stages: 0 is no positive integer"),
-        ("zb_h1", {"virtual_stages": 2, "group_size": 0}, "group_size: 0 is no positive integer"),
+        ("1f1b", {"pp": 0}, "pp: must be a positive integer, got 0"),
+        ("1f1b", {"pp": True}, "pp: must be a positive integer, got True"),
+        ("1f1b", {"microbatches": -1}, "microbatches: must be a positive integer, got -1"),
+        ("1f1b", {"microbatches": 2.0}, "microbatches: must be a positive integer, got 2.0"),
+        ("gpipe", {"virtual_stages": 0}, "virtual_stages: must be a positive integer, got 0"),
+        ("zb_h1", {"virtual_stages": 2, "group_size": 0}, "group_size: must be a positive integer, got 0"),
         ("gpipe", {"pp": 10**9}, "are more than 1000000 forwards; check the three numbers"),
         ("gpipe", {"pp": 10**5000}, "an integer of 16610 bits ranks"),
         ("gpipe", {"pp": 1, "virtual_stages": 2}, "virtual_stages: 2 stages a rank need a pipeline, and pp=1"),
@@ -117,7 +117,7 @@ def test_sizes_that_a_schedule_cannot_have_are_refused(name: str, sizes: dict[st
 
 @pytest.mark.parametrize("cost", [0, -1, 1.5, True, 2**31])
 def test_costs_are_positive_integers(cost: Any) -> None:
-    with pytest.raises(ScheduleError, match=r"cost backward_input: .* is no positive integer below"):
+    with pytest.raises(ScheduleError, match=r"cost backward_input: must be a positive integer below"):
         Costs(1, cost, 1)
 
 

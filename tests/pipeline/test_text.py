@@ -15,18 +15,22 @@ GOOD = """\
 
 # What is wrong: text to replace, replacement, message.
 WORDS = {
-    "no word": ("0F1", "zero", "mine line 1 cell 2: 'zero' is no action; write stage, letter and microbatch as in 2F0"),
-    "letter": ("1F1", "1G1", "mine line 2 cell 3: '1G1' is no action"),
-    "small letter": ("1F1", "1f1", "'1f1' is no action"),
-    "no microbatch": ("1F1", "1F", "'1F' is no action"),
-    "no stage": ("1F1", "F1", "'F1' is no action"),
-    "sign": ("1F1", "-1F1", "'-1F1' is no action"),
-    "other digits": ("1F1", "1F\N{FULLWIDTH DIGIT TWO}", "is no action"),
-    "spaces for commas": ("0F0,0F1", "0F0 0F1", "line 1 cell 1: '0F0 0F1' is no action"),
-    "many digits": ("1F1", f"1F{'9' * 5000}", "is no action"),
+    "no word": (
+        "0F1",
+        "zero",
+        "mine line 1 cell 2: must be an action, got 'zero'; write stage, letter and microbatch as in 2F0",
+    ),
+    "letter": ("1F1", "1G1", "mine line 2 cell 3: must be an action, got '1G1'"),
+    "small letter": ("1F1", "1f1", "must be an action, got '1f1'"),
+    "no microbatch": ("1F1", "1F", "must be an action, got '1F'"),
+    "no stage": ("1F1", "F1", "must be an action, got 'F1'"),
+    "sign": ("1F1", "-1F1", "must be an action, got '-1F1'"),
+    "other digits": ("1F1", "1F\N{FULLWIDTH DIGIT TWO}", "must be an action"),
+    "spaces for commas": ("0F0,0F1", "0F0 0F1", "line 1 cell 1: must be an action, got '0F0 0F1'"),
+    "many digits": ("1F1", f"1F{'9' * 5000}", "must be an action"),
     "send": ("1F1", "1SEND_F1", "'1SEND_F1' is communication, which follows from the order of what is computed; leave"),
     "reduction": ("1B2", "1B2,1REDUCE_GRAD", "'1REDUCE_GRAD' is communication"),
-    "sub-actions": ("0F2,0B1", "(0F2;0B1)OVERLAP_F_B", "'(0F2;0B1)OVERLAP_F_B' is no action"),
+    "sub-actions": ("0F2,0B1", "(0F2;0B1)OVERLAP_F_B", "must be an action, got '(0F2;0B1)OVERLAP_F_B'"),
     "nothing": (GOOD, "# only this\n", "mine: holds no action; write a line for each rank"),
     "commas": (GOOD, ",,\n,", "mine: holds no action"),
     "stages": (
@@ -175,5 +179,7 @@ def test_numbers_beyond_all_bounds_are_refused_at_once() -> None:
 
 def test_letters_are_no_phases() -> None:
     actions = (Action(0, "F", 0), Action(0, "B", 0))  # type: ignore[arg-type]
-    with pytest.raises(ScheduleError, match=r"rank 0, position 0 \(0F0\): 'F' is no phase; make actions with Phase"):
+    with pytest.raises(
+        ScheduleError, match=r"rank 0, position 0 \(0F0\): the phase must be a Phase, got 'F'; make actions with Phase"
+    ):
         verified(Schedule("custom", (actions,), 1, 1, (1,)))

@@ -130,7 +130,7 @@ def test_weight_parts_are_halves() -> None:
 
 @pytest.mark.parametrize("number", [0, 3, -3, 0.5, -0.5, 1.5, -1.25, float("inf"), float("nan")])
 def test_a_number_that_is_no_action_is_refused(number: float) -> None:
-    with pytest.raises(ScheduleError, match=r"rank 1, position 1: .* is no action of a rank with 2 chunks"):
+    with pytest.raises(ScheduleError, match=r"rank 1, position 1: must be an action of a rank with 2 chunks"):
         from_arrays([[1], [1, number]], virtual_stages=2, microbatches=1)
 
 

@@ -92,7 +92,7 @@ def build_schedule(
     for where, number in (numbers | ({} if group_size is None else {"group_size": group_size})).items():
         if type(number) is not int or number < 1:
             raise ScheduleError(
-                f"{shown(number)} is no positive integer", where=where, remedy="give a number from 1 on"
+                f"must be a positive integer, got {shown(number)}", where=where, remedy="give a number from 1 on"
             )
     refuse_many(pp, virtual_stages, microbatches, "schedule")
     if virtual_stages > 1 and pp == 1:

@@ -84,7 +84,7 @@ def parse_action(word: str, where: str) -> Action:
     if not match or match[2] not in _LETTERS or not match[3]:
         letters = ", ".join(f"{phase} ({MEANING[phase]})" for phase in Phase)
         raise ScheduleError(
-            f"{shown(word)} is no action",
+            f"must be an action, got {shown(word)}",
             where=where,
             remedy=f"write stage, letter and microbatch as in 2F0; letters are {letters}",
         )
@@ -336,7 +336,7 @@ def _actions(
         weight = number == -chunk - 0.5
         if not 1 <= chunk <= virtual_stages or not (weight or abs(number) == chunk):
             raise ScheduleError(
-                f"{shown(number)} is no action of a rank with {virtual_stages} chunks",
+                f"must be an action of a rank with {virtual_stages} chunks, got {shown(number)}",
                 where=f"rank {rank}, position {position}",
                 remedy="write c for the forward of chunk c - 1, -c for its backward or the input part, -c - 0.5 for "
                 "the weight part",

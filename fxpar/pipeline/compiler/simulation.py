@@ -57,7 +57,7 @@ def _positions(schedule: Schedule, rank: int) -> _Positions:
     for position, action in enumerate(schedule.ranks[rank]):
         stage, phase, microbatch = action
         if not isinstance(phase, Phase):  # a plain "F" is equal to a phase, and none by identity
-            reason = f"{shown(phase)} is no phase"
+            reason = f"the phase must be a Phase, got {shown(phase)}"
             raise ScheduleError(reason, where=place(rank, position, action), remedy="make actions with Phase")
         if not (0 <= stage < stages and 0 <= microbatch < microbatches):
             what, number, count = (
@@ -244,7 +244,7 @@ class Costs:
         for name, value in vars(self).items():
             if type(value) is not int or not 0 < value < 2**31:
                 raise ScheduleError(
-                    f"{shown(value)} is no positive integer below 2^31",
+                    f"must be a positive integer below 2^31, got {shown(value)}",
                     where=f"cost {name}",
                     remedy="choose a finer unit",
                 )
