@@ -232,4 +232,4 @@ def _pipeline_ranks(module: ParallelModule, model: nn.Module) -> PipelineRanks |
             elsewhere.append(ModelTensor(entry.names, nn.Parameter(meta_tensor, requires_grad=False)))
     places = module._programs.places
     first = {name: min(holders) for name, holders in places.items() if len(holders) < len(world.line)}
-    return PipelineRanks(world.groups["pp"], world.line, world.place, world.device, first, elsewhere)
+    return PipelineRanks(world, first, elsewhere)

@@ -32,10 +32,10 @@ from fxpar.checkpoint.safetensors_files import (
 from fxpar.errors import CheckpointError
 from fxpar.layout.layout import Layout
 from fxpar.ops.mesh_process_groups import process_group
-from fxpar.ops.process_group import Group
 from fxpar.runtime.shard_spec import ModelTensor, ShardSpec
 from fxpar.runtime.sharded import Sharded, local_of, whole_of
 from fxpar.runtime.sharded_ops import part_of
+from fxpar.runtime.world import World
 from fxpar.torch_internals import IncompatibleKeys
 
 # Compares facts by name over all ranks; the second argument is the remedy where they differ. A collective call.
@@ -51,25 +51,19 @@ class PipelineRanks:
     """The ranks of a pipeline, each of which holds some tensors of a model.
 
     Attributes:
-        group: of these ranks.
-        ranks: of all processes, in the order of their places.
-        place: of this rank.
-        device: of what is received.
+        world: where this rank stands.
         first: of tensors that not all hold, by first name, the place that counts where each is to count once.
         elsewhere: what the others hold and this rank does not: tensors of the meta device, as they are there.
     """
 
-    group: Group
-    ranks: tuple[int, ...]
-    place: int
-    device: torch.device
+    world: World
     first: Mapping[str, int]
     elsewhere: Sequence[ModelTensor]
 
     def gathered(self, value: Any) -> list[Any]:
         """Gathers an object of each rank, which travels as a pickle, by place. A collective call."""
-        values: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(values, value, process_group(self.group))
+        values: list[Any] = [None] * len(self.world.line)
+        dist.all_gather_object(values, value, process_group(self.world.groups["pp"]))
         return values
 
     def shared(self, name: str, local: Tensor | None, like: Tensor) -> Tensor:
@@ -81,13 +75,13 @@ class PipelineRanks:
             like: of its shape and type.
         """
         source = self.first[name]
-        if source == self.place:
+        if source == self.world.place:
             assert local is not None, "a rank holds what it counts for"
             tensor = local.contiguous()
         else:
-            tensor = torch.empty(like.shape, dtype=like.dtype, device=self.device)
-        if tensor.numel():  # as bytes: not every backend sends every type
-            dist.broadcast(tensor.reshape(-1).view(torch.uint8), self.ranks[source], process_group(self.group))
+            tensor = torch.empty(like.shape, dtype=like.dtype, device=self.world.device)
+        if tensor.numel():
+            self.world.broadcast(tensor, source)
         return tensor
 
 
@@ -134,7 +128,7 @@ class RankTensors:
 
     def counts(self, entry: ModelTensor) -> bool:
         """Tells whether this rank stands for a tensor among those of its pipeline that hold it."""
-        return self.pipeline is None or self.pipeline.first.get(entry.first, 0) == self.pipeline.place
+        return self.pipeline is None or self.pipeline.first.get(entry.first, 0) == self.pipeline.world.place
 
 
 def saved_entries(weights: RankTensors) -> dict[str, ModelTensor]:

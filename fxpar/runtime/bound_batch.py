@@ -11,14 +11,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.capture.capture import Captured
 from fxpar.ir.program import Program
 from fxpar.ir.step import RNG_PATH, buffer_of, is_buffer
 from fxpar.ops.lower import Lowered
-from fxpar.ops.mesh_process_groups import process_group
 from fxpar.passes.differentiate import is_differentiable
 from fxpar.runtime.grad_buffers import TensorAddresses
 from fxpar.runtime.sharded import leaf_of
@@ -162,9 +160,8 @@ class Written:
             names = [name for name, owner in maker.items() if owner == place]
             like = [leaf_of(tensors[name]).detach() for name in names]
             mine = [self._values[name] for name in names] if world.place == place else like
-            # As bytes: not every backend sends every type.
             raw = torch.cat([value.contiguous().reshape(-1).view(torch.uint8) for value in mine])
-            dist.broadcast(raw, world.line[place], process_group(world.groups["pp"]))
+            world.broadcast(raw, place)
             parts = raw.split([value.numel() * value.element_size() for value in like])
             for name, part, value in zip(names, parts, like, strict=True):
                 self._values[name] = part.clone().view(value.dtype).view(value.shape)

@@ -80,7 +80,7 @@ class LocalModel(Root):
         """Returns where this rank's part of a parameter or buffer lies; None where every rank holds it whole."""
         layout = self.layout_of(name)
         is_cut = any(placement.is_shard for _, placement in layout)
-        return ShardSpec(name, torch.Size(self.shape_of(name)), layout, self.world.ranks) if is_cut else None
+        return ShardSpec(name, torch.Size(self.shape_of(name)), layout, self.world) if is_cut else None
 
     def _parameter(self, part: Tensor, spec: ShardSpec | None, requires_grad: bool) -> nn.Parameter:
         kind: Any = MainParameter if is_mixed(self.plan) and part.is_floating_point() else nn.Parameter

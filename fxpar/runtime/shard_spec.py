@@ -21,9 +21,9 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from fxpar.errors import InputError
 from fxpar.layout.layout import Layout, Placement, shard
 from fxpar.layout.shards import Box, block, boxes, counted, local_block, part_shape, real_part, whole
-from fxpar.mesh.mesh import Mesh
-from fxpar.ops.mesh_process_groups import device_mesh, process_group
+from fxpar.ops.mesh_process_groups import process_group
 from fxpar.ops.process_group import Group
+from fxpar.runtime.world import World
 
 # Elements of a tensor that its fingerprint is made of.
 _SAMPLED = 1024
@@ -78,32 +78,6 @@ def fingerprints(model: nn.Module) -> dict[str, str]:
     return digests
 
 
-@dataclass(frozen=True)
-class RankMesh:
-    """The coordinates of this rank among those that hold parts.
-
-    Attributes:
-        device: of its tensors.
-        mesh: which ranks communicate with which.
-        groups: name and size of the process group by axis, and by axes that are joined.
-        coordinates: the rank's index on each axis of more than one rank.
-    """
-
-    device: torch.device
-    mesh: Mesh
-    groups: Mapping[str, Group]
-    coordinates: Mapping[str, int]
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The device mesh of the dense part of this rank's stages: those of others hold other tensors.
-
-        Not kept: it may hold its groups.
-        """
-        at = {"pp": self.mesh.coordinates(dist.get_rank())["pp"]} if self.mesh.pp > 1 else {}
-        return device_mesh(self.mesh.dense, self.groups, self.device, at)
-
-
 _FRAME = 512  # bytes: the norms of sixty tensors
 
 
@@ -115,12 +89,13 @@ class ShardSpec:
         name: the author's, for messages.
         shape: of the whole tensor, without padding.
         layout: how it is cut; on at least one axis of more than one rank.
+        world: where this rank stands among those that hold parts.
     """
 
     name: str
     shape: torch.Size
     layout: Layout
-    ranks: RankMesh
+    world: World
 
     @cached_property
     def cuts(self) -> tuple[tuple[str, Placement], ...]:
@@ -130,7 +105,7 @@ class ShardSpec:
     @cached_property
     def axes(self) -> Mapping[str, int]:
         """Ranks of each axis."""
-        return {axis: self.ranks.groups[axis].size for axis in self.ranks.coordinates}
+        return {axis: self.world.groups[axis].size for axis in self.world.coordinates}
 
     @cached_property
     def part_shape(self) -> torch.Size:
@@ -145,7 +120,7 @@ class ShardSpec:
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
         """What the part consists of."""
-        return tuple(boxes(self.shape, self.layout, self.axes, self.ranks.coordinates))
+        return tuple(boxes(self.shape, self.layout, self.axes, self.world.coordinates))
 
     @cached_property
     def is_padded(self) -> bool:
@@ -156,13 +131,13 @@ class ShardSpec:
         """Tells whether the ranks hold the same elements of both."""
         if self is other:
             return True
-        here, there = self.ranks, other.ranks  # two modules have groups of their own, of the same ranks
+        here, there = self.world, other.world  # two modules have groups of their own, of the same ranks
         same_ranks = here is there or (here.mesh, here.coordinates) == (there.mesh, there.coordinates)
         return same_ranks and self.shape == other.shape and self.layout == other.layout
 
     def block(self, value: Tensor) -> Tensor:
         """Returns this rank's part of a full tensor."""
-        return local_block(value, self.layout, self.axes, self.ranks.coordinates)
+        return local_block(value, self.layout, self.axes, self.world.coordinates)
 
     def cut(self, value: Tensor) -> Tensor:
         """Returns this rank's part of a full tensor, in memory of its own."""
@@ -178,10 +153,10 @@ class ShardSpec:
         # All axes are asked before any is gathered: no rank may wait in a gather that another never joins.
         for axis, _ in self.cuts:
             nothing = torch.empty(0, dtype=torch.uint8, device=part.device)
-            check_agreed(bool(exchanged(nothing, self.ranks.groups[axis], what)[1]), what)
+            check_agreed(bool(exchanged(nothing, self.world.groups[axis], what)[1]), what)
         # The innermost axis first: the blocks of an outer cut are complete only when the inner cuts are undone.
         for axis, placement in reversed(self.cuts):
-            part = gathered(part, placement, self.ranks.groups[axis])
+            part = gathered(part, placement, self.world.groups[axis])
         return part
 
     def counted(self, part: Tensor) -> list[Tensor]:
@@ -189,7 +164,7 @@ class ShardSpec:
         if len(self.cuts) > 1:
             return [box.within(part) for box in self.boxes if box.stands]
         ((axis, placement),) = self.cuts
-        n, rank = self.axes[axis], self.ranks.coordinates[axis]
+        n, rank = self.axes[axis], self.world.coordinates[axis]
         if placement.is_padded:
             (piece,) = placement.pieces
             return [part.narrow(placement.dim, 0, real_part(piece, n, rank)[1])]
@@ -200,20 +175,20 @@ class ShardSpec:
         for axis, placement in self.cuts:
             for piece in placement.pieces:
                 if piece.padded:
-                    length = real_part(piece, self.axes[axis], self.ranks.coordinates[axis])[1]
+                    length = real_part(piece, self.axes[axis], self.world.coordinates[axis])[1]
                     part.narrow(placement.dim, length, part.shape[placement.dim] - length).zero_()
 
     # ------------------------------------------------------------------ for torch.distributed.tensor
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """All axes of more than one rank but the pipeline's. Not kept: it may hold its groups."""
-        return self.ranks.device_mesh
+        """All axes of more than one rank but the pipeline's."""
+        return self.world.device_mesh
 
     @property
     def placements(self) -> tuple[TorchPlacement, ...]:
         """`Shard` of a plain even shard, `IrregularShard` of any other."""
-        names = [axis for axis, size in reversed(self.ranks.mesh.dense.sizes) if size > 1 and axis != "pp"]
+        names = [axis for axis, size in reversed(self.world.mesh.dense.sizes) if size > 1 and axis != "pp"]
         return tuple(self._placement(axis) for axis in names)
 
     def _placement(self, axis: str) -> TorchPlacement:
@@ -222,7 +197,7 @@ class ShardSpec:
             return Replicate()
         if len(self.cuts) == 1 and placement == shard(placement.dim, self.shape[placement.dim]):
             return Shard(placement.dim)
-        return IrregularShard(placement, self.ranks.groups[axis], self.ranks.coordinates[axis])
+        return IrregularShard(placement, self.world.groups[axis], self.world.coordinates[axis])
 
 
 class IrregularShard(Partial):

@@ -237,7 +237,7 @@ def _gathered_rows(local: Tensor, axis: str, place: ShardSpec, what: str) -> Ten
     Raises:
         InputError: the ranks ask for different things. Where to know it would stop a GPU the numbers are NaN instead.
     """
-    group = place.ranks.groups[axis]
+    group = place.world.groups[axis]
     rows, agree = exchanged(local.reshape(-1).view(torch.uint8), group, what)
     values = rows.contiguous().view(local.dtype).reshape(group.size, *local.shape)
     if local.device.type != "cpu" and local.is_floating_point():
@@ -251,7 +251,7 @@ def _gathered_rows(local: Tensor, axis: str, place: ShardSpec, what: str) -> Ten
 
 def _is_of_stage(value: Any) -> bool:
     """Tells whether other ranks of a pipeline hold what belongs to it."""
-    return is_sharded(value) and value.place.ranks.mesh.pp > 1
+    return is_sharded(value) and value.place.world.mesh.pp > 1
 
 
 def norms(values: Sequence[Tensor], order: Any, dtype: torch.dtype | None) -> list[Tensor]:

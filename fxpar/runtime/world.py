@@ -10,21 +10,28 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpar.errors import PlanError, RankError
 from fxpar.mesh.axes import PURPOSES, Cuts, joined_names
 from fxpar.mesh.mesh import Mesh
-from fxpar.ops.mesh_process_groups import close_abandoned, create_groups, hold, process_group, refuse_group
+from fxpar.ops.mesh_process_groups import (
+    close_abandoned,
+    create_groups,
+    device_mesh,
+    hold,
+    process_group,
+    refuse_group,
+)
 from fxpar.ops.process_group import Group
 from fxpar.plan.plan import Plan
 from fxpar.runtime.alarm import abort_groups, hosts
 from fxpar.runtime.rank_consensus import Agreement, connected, plan_facts
-from fxpar.runtime.shard_spec import RankMesh
 
 
 @dataclass(frozen=True)
@@ -64,17 +71,20 @@ class World:
         """The groups themselves. Not kept: a group whose threads outlive the process's exit handlers aborts it."""
         return {axis: process_group(group) for axis, group in self.groups.items()}
 
-    @cached_property
-    def ranks(self) -> RankMesh:
-        """What tensors of which each rank holds a part know of it; one record for all of them."""
-        ranks = RankMesh(self.device, self.mesh, self.groups, self.coordinates)
-        hold(ranks, self.groups.values())
-        return ranks
-
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The device mesh of the dense part, for sharded outputs. Not kept: it may hold its groups."""
-        return self.ranks.device_mesh
+        """The device mesh of the dense part of this rank's stages: those of others hold other tensors.
+
+        Not kept: it may hold its groups.
+        """
+        at = {"pp": self.place} if self.mesh.pp > 1 else {}
+        return device_mesh(self.mesh.dense, self.groups, self.device, at)
+
+    def broadcast(self, value: Tensor, place: int) -> None:
+        """Writes a contiguous tensor of the rank at a place of the pipeline into those of all its ranks."""
+        # As bytes: not every backend sends every type.
+        raw = value.reshape(-1).view(torch.uint8)
+        dist.broadcast(raw, self.line[place], process_group(self.groups["pp"]))
 
 
 def connect(seconds: float) -> Agreement:

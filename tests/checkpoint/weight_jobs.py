@@ -135,7 +135,7 @@ def other_states(name: str) -> Found:
     up: Any = state["up.weight"]
     other = {
         **state,
-        "up.weight": Sharded(torch.zeros(12, 3), ShardSpec("down", up.shape, _by_rows(), model.world.ranks)),
+        "up.weight": Sharded(torch.zeros(12, 3), ShardSpec("down", up.shape, _by_rows(), model.world)),
     }
     some = {n: value for n, value in state.items() if n != "up.bias"} | {"extra": torch.ones(1)}
     return {

@@ -122,9 +122,7 @@ class Evaluation:
             output = value.contiguous()
         else:
             output = torch.empty(shape, dtype=dtype, device=self._world.device)
-        # As bytes: not every backend sends every type.
-        raw = output.reshape(-1).view(torch.uint8)
-        dist.broadcast(raw, self._world.line[maker], process_group(self._world.groups["pp"]))
+        self._world.broadcast(output, maker)
         return output
 
 

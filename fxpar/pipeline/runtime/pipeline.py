@@ -199,7 +199,7 @@ class PipelineExecutor(Evaluation):
                 loss_and_factor[1] = unit_of(run.unit) / counts.sum()
             else:
                 loss_and_factor[0] = joined_loss(losses, call.adds)
-        dist.broadcast(loss_and_factor, self._world.line[holder], process_group(self._world.groups["pp"]))
+        self._world.broadcast(loss_and_factor, holder)
         return loss_and_factor[0].to(kind.dtype), loss_and_factor[1] if is_counted and len(run.calls) > 1 else None
 
 
