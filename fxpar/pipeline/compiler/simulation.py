@@ -188,32 +188,24 @@ class Message(NamedTuple):
         return f"{self.kind} of microbatch {self.microbatch} from stage {self.sender}"
 
 
-_FORWARD, _WEIGHT = Phase.FORWARD, Phase.BACKWARD_WEIGHT
-_ACTIVATION, _GRADIENT = Kind.ACTIVATION, Kind.GRADIENT
-
-
 def received(schedule: Schedule, action: Action) -> Message | None:
     """What the action takes from another rank before it runs; None where it needs nothing of one."""
-    stage, phase, microbatch = action
-    if phase is _WEIGHT:
-        return None
-    kind, sender = (_ACTIVATION, stage - 1) if phase is _FORWARD else (_GRADIENT, stage + 1)
-    rank_of = schedule.rank_of
-    if not 0 <= sender < len(rank_of) or rank_of[sender] == rank_of[stage]:
-        return None
-    return Message(kind, sender, stage, microbatch)
+    sender = action.stage - 1 if action.phase is F else action.stage + 1
+    return _message(schedule, action, sender, action.stage)
 
 
 def sent(schedule: Schedule, action: Action) -> Message | None:
     """What the action gives to another rank when it has run; None where nobody waits for it."""
-    stage, phase, microbatch = action
-    if phase is _WEIGHT:
-        return None
-    kind, receiver = (_ACTIVATION, stage + 1) if phase is _FORWARD else (_GRADIENT, stage - 1)
+    receiver = action.stage + 1 if action.phase is F else action.stage - 1
+    return _message(schedule, action, action.stage, receiver)
+
+
+def _message(schedule: Schedule, action: Action, sender: int, receiver: int) -> Message | None:
     rank_of = schedule.rank_of
-    if not 0 <= receiver < len(rank_of) or rank_of[receiver] == rank_of[stage]:
+    if action.phase is W or not all(0 <= stage < len(rank_of) for stage in (sender, receiver)):
         return None
-    return Message(kind, stage, receiver, microbatch)
+    kind = Kind.ACTIVATION if action.phase is F else Kind.GRADIENT
+    return None if rank_of[sender] == rank_of[receiver] else Message(kind, sender, receiver, action.microbatch)
 
 
 def channel_of(schedule: Schedule, message: Message, channels: ChannelGrouping = ChannelGrouping.BY_KIND) -> Channel:
