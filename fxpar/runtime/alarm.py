@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -23,30 +24,25 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import Enum
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.comptime import comptime
 from torch.distributed import distributed_c10d as c10d
 
-from fxpar.errors import RankError, shorter
+from fxpar.errors import InputError, RankError, shorter
+from fxpar.ops.mesh_process_groups import limit_of_cpus, process_group
+from fxpar.ops.process_group import Group
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-import hashlib
-from collections.abc import Sequence
-from datetime import timedelta
-from enum import Enum
-from functools import cache
-
-from torch import Tensor
-from torch._dynamo.comptime import comptime
-
-from fxpar.errors import InputError
-from fxpar.ops.mesh_process_groups import limit_of_cpus, process_group
-from fxpar.ops.process_group import Group
 
 # Seconds between two looks into the store, and ranks of which more look less often: one process answers all of them.
 _PAUSE, _RANKS = 0.5, 512

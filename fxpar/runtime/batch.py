@@ -267,11 +267,9 @@ def own_rows(program: Program, batch: Any, coordinates: Mapping[str, int]) -> An
     cut = {dim for entry in entries.values() for dim in _cut_dims(program, entry)}
     if not cut:
         return batch
-    values, spec = pytree.tree_flatten(batch)
     parts = []
-    for (path, value), plain in zip(leaves(batch), values, strict=True):
-        part = value if isinstance(value, Tensor) else plain
-        has_rows = isinstance(value, Tensor) and value.dim() > 0
+    for path, part in leaves(batch):
+        has_rows = isinstance(part, Tensor) and part.dim() > 0
         for axis, placement, n in _row_cuts(program, entries.get(path)) if has_rows else ():
             rows = part.shape[placement.dim]
             if rows < n:
@@ -283,7 +281,7 @@ def own_rows(program: Program, batch: Any, coordinates: Mapping[str, int]) -> An
             # Not chunk, which would make three parts of five rows for four ranks.
             part = part.tensor_split(n, placement.dim)[coordinates[axis]]
         parts.append(part)
-    return pytree.tree_unflatten(parts, spec)
+    return pytree.tree_unflatten(parts, pytree.tree_structure(batch))
 
 
 def cut_rows(program: Program, batch: Any, count: int) -> list[Any]:
@@ -299,12 +297,12 @@ def cut_rows(program: Program, batch: Any, count: int) -> list[Any]:
     if count == 1:
         return [batch]
     dims = batch_rows(program, batch_size(program))
-    values, spec = pytree.tree_flatten(batch)
+    spec = pytree.tree_structure(batch)
     batches: list[list[Any]] = [[] for _ in range(count)]
-    for (path, value), plain in zip(leaves(batch), values, strict=True):
+    for path, value in leaves(batch):
         dim = dims.get(path)
         if not isinstance(value, Tensor) or dim is None:
-            parts: Sequence[Any] = [plain] * count
+            parts: Sequence[Any] = [value] * count
         elif value.shape[dim] % count:
             raise InputError(
                 f"has {value.shape[dim]} rows in dimension {dim}, which {count} microbatches cannot share out",

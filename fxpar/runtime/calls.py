@@ -113,7 +113,17 @@ class Runnable(Protocol):
         """
 
 
-class StepCalls:
+class _Calls:
+    """Calls, and the values that they take besides the program's inputs, by name."""
+
+    constants: Mapping[str, Any]
+
+    def start(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> Values:
+        """Returns what is there before the first call."""
+        return {**self.constants, **{size_name(name): size for name, size in sizes.items()}, **values}
+
+
+class StepCalls(_Calls):
     """The calls of a step.
 
     Args:
@@ -150,30 +160,25 @@ class StepCalls:
             call(environment)
         return {name: environment[value] for name, value in self.step.results.items()}, environment
 
-    def start(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> Values:
-        """What is there before the first call."""
-        return {**self.constants, **{size_name(name): size for name, size in sizes.items()}, **values}
-
     def backward(
         self, saved: Values, tangents: Mapping[str, Tensor], place: GradientSink | None = None
     ) -> dict[str, Tensor]:
         """See `Runnable`."""
-        saved.update({self.step.tangents[name]: tangent for name, tangent in tangents.items()})
-        for index in range(len(self.backward_calls)):
-            self.run_backward(index, saved, place)
-        return {name: saved[name] for name in self.gives}
+        return self.weight_backward(self.input_backward(saved, tangents, place), place)
 
-    def input_backward(self, saved: Values, tangents: Mapping[str, Tensor]) -> Values:
-        """The calls before those that only gradients of weights need. Gives `saved`, with what they gave in it."""
+    def input_backward(
+        self, saved: Values, tangents: Mapping[str, Tensor], place: GradientSink | None = None
+    ) -> Values:
+        """Runs the calls before those that only gradients of weights need; returns `saved`, with what they gave."""
         saved.update({self.step.tangents[name]: tangent for name, tangent in tangents.items()})
         for index in range(self.early):
-            self.run_backward(index, saved, None)
+            self.run_backward(index, saved, place)
         return saved
 
-    def weight_backward(self, saved: Values) -> dict[str, Tensor]:
-        """The rest of the calls behind `input_backward`."""
+    def weight_backward(self, saved: Values, place: GradientSink | None = None) -> dict[str, Tensor]:
+        """Runs the calls behind `input_backward`."""
         for index in range(self.early, len(self.backward_calls)):
-            self.run_backward(index, saved, None)
+            self.run_backward(index, saved, place)
         return {name: saved[name] for name in self.gives}
 
     def run_backward(self, index: int, values: Values, place: GradientSink | None) -> None:
@@ -206,7 +211,7 @@ class StepCalls:
         return ready[::-1]
 
 
-class ForwardCalls:
+class ForwardCalls(_Calls):
     """A forward alone, for which nothing is kept.
 
     Args:
@@ -224,10 +229,6 @@ class ForwardCalls:
         for call in self.calls:
             call(environment)
         return {name: environment[value] for name, value in self.results.items()}
-
-    def start(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> Values:
-        """What is there before the first call."""
-        return {**self.constants, **{size_name(name): size for name, size in sizes.items()}, **values}
 
 
 def eager_calls(step: LoweredStep, *, whole: bool) -> StepCalls:

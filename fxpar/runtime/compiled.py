@@ -24,12 +24,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from fxpar.ir.step import BACKWARD, PARAMETER, WEIGHT
 from fxpar.layout.symbolic_sizes import Size
 from fxpar.plan.plan import Plan
-from fxpar.runtime.calls import ForwardCalls, LoweredStep, StepCalls, UnitCall, Values, size_name
-from fxpar.runtime.inductor import Boxed, Inductor, Pair
+from fxpar.runtime.calls import Boxed, ForwardCalls, LoweredStep, StepCalls, UnitCall, Values, size_name
+from fxpar.runtime.inductor import Inductor, Pair
 from fxpar.runtime.units import Segment, StepUnits, Unit, graph_of, is_number, units_of
 
-# Told how many of a step's units are compiled, and of how many.
-Told = Callable[[int, int], None]
+# Is called with how many of a step's units are compiled, and of how many.
+Progress = Callable[[int, int], None]
 
 
 class CompiledUnits:
@@ -41,8 +41,8 @@ class CompiledUnits:
             knows them.
     """
 
-    def __init__(self, inductor: Inductor, device: torch.device, progress: Told, scope: Scope) -> None:
-        self._inductor, self._device, self._told, self._scope = inductor, device, progress, scope
+    def __init__(self, inductor: Inductor, device: torch.device, progress: Progress, scope: Scope) -> None:
+        self._inductor, self._device, self._progress, self._scope = inductor, device, progress, scope
         self._mode = scope.mode
         self._known: dict[Any, Pair | Boxed] = {}
         self._shapes: dict[Any, Sequence[Tensor]] = {}
@@ -128,10 +128,10 @@ class CompiledUnits:
         # Reversed, so that of several units with one key the first is compiled.
         new = {key: unit for unit, key in reversed(keys.items()) if key not in self._known}
         for i, (key, unit) in enumerate(reversed(new.items())):
-            self._told(i, len(new))
+            self._progress(i, len(new))
             self._known[key] = self._compile(unit, units, fakes)
         if new:
-            self._told(len(new), len(new))
+            self._progress(len(new), len(new))
         return {unit: self._known[key] for unit, key in keys.items()}
 
     def _takes(self, unit: Unit) -> tuple[str, ...]:
@@ -193,9 +193,11 @@ class Compiler:
     """
 
     def __init__(self, plan: Plan, device: torch.device, shapes: Mapping[str, tuple[Size, ...]]) -> None:
-        inductor, progress = Inductor(plan), CompileProgress()
-        self._scopes = Scopes(shapes, lambda scope: CompiledUnits(inductor, device, progress, scope))
-        self._known: dict[Hashable, Variants[CompiledUnits, Any]] = {}
+        self._inductor, self._progress, self._device, self._shapes = Inductor(plan), CompileProgress(), device, shapes
+        self._known: dict[Hashable, Variants[Any]] = {}
+        # All functions of a program share the scopes, so that a unit of equal
+        # text and shapes is compiled once for them.
+        self._symbolic: list[tuple[Scope, CompiledUnits]] = []
 
     def step(
         self, step: LoweredStep, sizes: Mapping[str, int], values: Mapping[str, Tensor], *, whole: bool
@@ -236,8 +238,25 @@ class Compiler:
         forward_calls: ForwardCalls = self._variants((id(graph), tuple(results))).of(sizes, make)
         return forward_calls
 
-    def _variants(self, key: Hashable) -> Variants[CompiledUnits, Any]:
-        return self._known.setdefault(key, Variants(self._scopes))
+    def _variants(self, key: Hashable) -> Variants[Any]:
+        return self._known.setdefault(key, Variants(self))
+
+    def _units(self, scope: Scope) -> CompiledUnits:
+        return CompiledUnits(self._inductor, self._device, self._progress, scope)
+
+    @cached_property
+    def fixed(self) -> CompiledUnits:
+        """Compiles for numbers: units are known by their shapes."""
+        return self._units(Scope({}, {}))
+
+    def symbolic(self, sizes: Mapping[str, int], varying: Sequence[str]) -> Iterator[tuple[Scope, CompiledUnits]]:
+        """Yields the scopes in which these sizes are symbols and that fit so far, then a new one."""
+        for scope, units in self._symbolic:
+            if scope.names == tuple(varying) and scope.admits(sizes):
+                yield scope, units
+        new_scope = Scope(self._shapes, sizes, varying)
+        self._symbolic.append((new_scope, self._units(new_scope)))
+        yield self._symbolic[-1]
 
 
 class CompileProgress:
@@ -327,47 +346,17 @@ class Scope:
 
 
 Compiled = TypeVar("Compiled")
-Units = TypeVar("Units")
 
 
-class Scopes(Generic[Units]):
-    """What units are compiled in, for all functions of a program.
-
-    Args:
-        shapes: as for `Scope`.
-        units: makes what compiles and keeps the units of a scope.
-    """
-
-    def __init__(self, shapes: Mapping[str, Shape], units: Callable[[Scope], Units]) -> None:
-        # All functions of a program share the scopes, so that a unit of equal
-        # text and shapes is compiled once for them.
-        self._shapes, self._units = shapes, units
-        self._symbolic: list[tuple[Scope, Units]] = []
-
-    @cached_property
-    def fixed(self) -> Units:
-        """For numbers: units are known by their shapes."""
-        return self._units(Scope({}, {}))
-
-    def symbolic(self, sizes: Mapping[str, int], varying: Sequence[str]) -> Iterator[tuple[Scope, Units]]:
-        """Those in which these sizes are symbols and that fit so far, then a new one."""
-        for scope, units in self._symbolic:
-            if scope.names == tuple(varying) and scope.admits(sizes):
-                yield scope, units
-        new_scope = Scope(self._shapes, sizes, varying)
-        self._symbolic.append((new_scope, self._units(new_scope)))
-        yield self._symbolic[-1]
-
-
-class Variants(Generic[Units, Compiled]):
+class Variants(Generic[Compiled]):
     """What is compiled of one function, by sizes."""
 
-    def __init__(self, scopes: Scopes[Units]) -> None:
-        self._scopes = scopes
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
         self._known: dict[tuple[tuple[str, int], ...], Compiled] = {}
         self._symbolic: list[tuple[Scope, str, Compiled]] = []
 
-    def of(self, sizes: Mapping[str, int], make: Callable[[Units], Compiled]) -> Compiled:
+    def of(self, sizes: Mapping[str, int], make: Callable[[CompiledUnits], Compiled]) -> Compiled:
         """What is compiled for these sizes; it is made where nothing fits.
 
         Args:
@@ -377,16 +366,16 @@ class Variants(Generic[Units, Compiled]):
         if key not in self._known:
             fitting = (candidate for scope, guards, candidate in self._symbolic if scope.admits(sizes, guards))
             compiled = next(fitting, None)
-            self._known[key] = self._made(sizes, make) if compiled is None else compiled
+            self._known[key] = self._compile(sizes, make) if compiled is None else compiled
         return self._known[key]
 
-    def _made(self, sizes: Mapping[str, int], make: Callable[[Units], Compiled]) -> Compiled:
+    def _compile(self, sizes: Mapping[str, int], make: Callable[[CompiledUnits], Compiled]) -> Compiled:
         seen = [dict(key) for key in self._known]
         # PyTorch specialises 0 and 1, so a symbol of such a size would be a number after the first guard.
         varying = [name for name, size in sizes.items() if size > 1 and any(one[name] != size for one in seen)]
         if not varying:
-            return make(self._scopes.fixed)
-        for scope, units in self._scopes.symbolic(sizes, varying):
+            return make(self._compiler.fixed)
+        for scope, units in self._compiler.symbolic(sizes, varying):
             compiled = make(units)
             guards = scope.guards()
             if scope.admits(sizes, guards):

@@ -47,9 +47,9 @@ from fxpar.ops import (
 )
 from fxpar.peer_memory.compiler.allreduce_epilogue_fusion import sums_in_rows
 from fxpar.plan.plan import Plan
+from fxpar.runtime.calls import Boxed
 from fxpar.runtime.graph_modes import opaque
 
-Boxed = Callable[[list[Any]], Sequence[Any]]
 Run = Callable[..., Sequence[Any]]
 
 
@@ -387,22 +387,15 @@ def _taken(token: Any, x: Any) -> Any:
     return buffer
 
 
-@lowering.register_lowering(_ops.take_copies.default, type_promotion_kind=None)
-def _take_copies(token: Any, x: Any, *more: Any) -> Any:
-    """The other ranks' values."""
-    return _extern(_ops.take_copies.default, token, _taken(token, x), *more)
+def _register_taking(op: Any) -> None:
+    def take(token: Any, x: Any, *more: Any) -> Any:
+        return _extern(op, token, _taken(token, x), *more)
+
+    lowering.register_lowering(op, type_promotion_kind=None)(take)
 
 
-@lowering.register_lowering(_ops.taken_sum.default, type_promotion_kind=None)
-def _taken_sum(token: Any, x: Any, *more: Any) -> Any:
-    """The sum over more than two ranks."""
-    return _extern(_ops.taken_sum.default, token, _taken(token, x), *more)
-
-
-@lowering.register_lowering(_ops.taken_rows.default, type_promotion_kind=None)
-def _taken_rows(token: Any, x: Any, *more: Any) -> Any:
-    """What is computed of its rows."""
-    return _extern(_ops.taken_rows.default, token, _taken(token, x), *more)
+for _op in (_ops.take_copies.default, _ops.taken_sum.default, _ops.taken_rows.default):
+    _register_taking(_op)
 
 
 @lowering.register_lowering(_ops.arrived.default, type_promotion_kind=None)

@@ -295,17 +295,11 @@ class Table(dict[str, Any]):
     def __delitem__(self, name: str) -> NoReturn:
         self._refuse(name)
 
-    def pop(self, name: str, *default: Any) -> NoReturn:
+    def pop(self, name: str = "*", *default: Any) -> NoReturn:
         """Refused, as all that changes what a module has."""
         self._refuse(name)
 
-    def popitem(self) -> NoReturn:
-        """Refused, as `pop`."""
-        self._refuse("*")
-
-    def clear(self) -> NoReturn:
-        """Refused, as `pop`."""
-        self._refuse("*")
+    popitem = clear = pop
 
     def update(self, *entries: Any, **named: Any) -> None:
         """Sets entries one by one."""
