@@ -98,7 +98,7 @@ class Alarm:
 
     @property
     def error(self) -> RankError:
-        """The first error, to be raised."""
+        """Returns the first error, to be raised."""
         assert self.first is not None, "there is one"
         return RankError(self.first.reason, where=self.first.where, remedy=self.first.remedy)
 
@@ -170,7 +170,7 @@ class Alarm:
             store.set(f"{self._rolls}/{self._answered}/{self.rank}", "")
 
     def _answers(self, store: Store, number: int, rank: int) -> bool:
-        """Whether a rank is there, or ended as it should; in no call, whether it has done with the module."""
+        """Returns whether a rank is there, or ended as it should; in no call, whether it has done with the module."""
         keys = [f"{self._rolls}/{number}/{rank}", f"fxpar/{self.module}/left/{rank}"]
         keys += [_done(self.module, rank)] if self.call is None else []
         return any(store.check([key]) for key in keys)
@@ -253,7 +253,7 @@ def _name(number: int | str) -> str:
 
 
 def _connections() -> set[_Socket]:
-    """The connections that this process has; none on systems that do not tell."""
+    """Returns the connections that this process has; none on systems that do not tell."""
     connections = set()
     numbers = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []
     for number in numbers:
@@ -316,7 +316,7 @@ class _Lookout:
                     alarm.look_around(None)
 
     def _alive(self) -> tuple[list[Alarm], Store | None]:
-        """The modules, and the store; none where the process group was left, which the others are told."""
+        """Returns the modules, and the store; none where the process group was left, which the others are told."""
         with self._lock:
             alarms = list(self._alarms)
             if self._group is None or self._group() is None or self._group() is not dist.group.WORLD:
@@ -365,7 +365,7 @@ _LOOKOUT = _Lookout()
 
 
 def alarm_of(module: int, rank: int, size: int) -> Alarm:
-    """The alarm of a module, which is listened to from now on."""
+    """Returns the alarm of a module, which is listened to from now on."""
     alarm = Alarm(module, rank, size)
     if size > 1:
         _LOOKOUT.watch(alarm)
@@ -431,7 +431,7 @@ class Met:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all ranks have the same to compare."""
+        """Returns whether all ranks have the same to compare."""
         return self.largest == self.smallest
 
 
@@ -484,7 +484,7 @@ class Meeting:
         )
 
     def _largest(self, words: Tensor, seconds: float | None) -> Tensor:
-        """The largest of all ranks' words: each round, a rank has those of twice as many."""
+        """Returns the largest of all ranks' words: each round, a rank has those of twice as many."""
         group, size = process_group(self.group), self.group.size
         limit = () if seconds is None else (timedelta(seconds=seconds),)
         distance = 1
@@ -500,7 +500,7 @@ class Meeting:
 
 
 def hosts(rank: int, size: int, seconds: float) -> Meeting:
-    """Where they meet. A collective call.
+    """Returns where they meet. A collective call.
 
     Raises:
         RankError: the hosts cannot reach each other.
@@ -519,7 +519,7 @@ def hosts(rank: int, size: int, seconds: float) -> Meeting:
 
 @cache
 def number(text: str) -> int:
-    """One that stands for a text."""
+    """Returns a number that stands for a text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 

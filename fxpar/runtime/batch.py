@@ -31,7 +31,7 @@ _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 def called_with(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The batch of a plain call: arguments by keyword, or all by position.
+    """Returns the batch of a plain call: arguments by keyword, or all by position.
 
     Raises:
         InputError: positional and keyword arguments that the model's forward does not take together.
@@ -64,7 +64,7 @@ def canonical(batch: Any) -> Any:
 
 
 def microbatches(batch: Any, takes_lists: bool) -> list[Any]:
-    """The parts of a step: the items of a list, or the batch alone; in canonical form.
+    """Returns the parts of a step: the items of a list, or the batch alone; in canonical form.
 
     Args:
         takes_lists: whether a batch itself is a list; one of lists, tuples or mappings has microbatches still.
@@ -150,7 +150,7 @@ def _check_tensor(path: str, value: Tensor) -> None:
 
 
 def leaves(batch: Any) -> list[tuple[str, Any]]:
-    """Paths and values: `input_ids`, `batch.0`; the only tensor of a batch is `0`."""
+    """Returns paths and values: `input_ids`, `batch.0`; the only tensor of a batch is `0`."""
     entries = []
     for keys, value in pytree.tree_flatten_with_path(batch)[0]:
         path = ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in keys)
@@ -159,19 +159,20 @@ def leaves(batch: Any) -> list[tuple[str, Any]]:
 
 
 def structure(batch: Any) -> tuple[Any, ...]:
-    """What two calls of one program have in common: nest, constants, element types and numbers of dimensions."""
+    """Returns what two calls of one program have in common: nest, constants, element types and numbers of
+    dimensions."""
     values, spec = pytree.tree_flatten(batch)
     kinds = [(v.dtype, v.dim()) if isinstance(v, Tensor) else (type(v), v) for v in values]
     return str(spec), *kinds
 
 
 def example(batch: Any) -> Any:
-    """A batch of the same shapes on the meta device, to trace."""
+    """Returns a batch of the same shapes on the meta device, to trace."""
     return pytree.tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), batch)
 
 
 def batch_facts(batch: Any, values: bool, sizes: bool = True) -> dict[str, str]:
-    """A batch by entries, for ranks to compare.
+    """Returns a batch by entries, for ranks to compare.
 
     Args:
         values: whether a digest of the elements is part of it.
@@ -191,7 +192,7 @@ def batch_facts(batch: Any, values: bool, sizes: bool = True) -> dict[str, str]:
 
 
 def bind(spec: CallSpec, call: Any, device: torch.device) -> dict[str, Tensor]:
-    """A program's inputs by path for a call `(args, kwargs)` of its structure, on the device."""
+    """Returns a program's inputs by path for a call `(args, kwargs)` of its structure, on the device."""
     flat, _ = pytree.tree_flatten(call)
     pairs = zip(spec.in_leaves, flat, strict=True)
     # A compiled program is one for each memory layout too: there is to be one.
@@ -212,7 +213,7 @@ class BatchSizes:
 
 
 def sizes_of(program: Program, inputs: Mapping[str, Tensor]) -> BatchSizes | None:
-    """The symbols' values; None where the program was traced for other fixed sizes.
+    """Returns the symbols' values; None where the program was traced for other fixed sizes.
 
     Raises:
         InputError: sizes differ that were equal in the example.
@@ -255,7 +256,7 @@ def sizes_of(program: Program, inputs: Mapping[str, Tensor]) -> BatchSizes | Non
 
 
 def own_rows(program: Program, batch: Any, coordinates: Mapping[str, int]) -> Any:
-    """A rank's part of a batch of all data ranks; the first ranks have a row more where these are no divisor.
+    """Returns a rank's part of a batch of all data ranks; the first ranks have a row more where these are no divisor.
 
     Args:
         coordinates: the rank's index on each axis.
@@ -285,7 +286,7 @@ def own_rows(program: Program, batch: Any, coordinates: Mapping[str, int]) -> An
 
 
 def cut_rows(program: Program, batch: Any, count: int) -> list[Any]:
-    """A batch as microbatches of equally many rows.
+    """Returns a batch as microbatches of equally many rows.
 
     Args:
         batch: what one data rank brings.
@@ -317,7 +318,8 @@ def cut_rows(program: Program, batch: Any, count: int) -> list[Any]:
 
 
 def _row_cuts(program: Program, entry: Input | None) -> list[tuple[str, Placement, int]]:
-    """The axes that share out an entry, from the outermost. One that the program does not take is cut as others are."""
+    """Returns the axes that share out an entry, from the outermost. One that the program does not take is cut as others
+    are."""
     known = user_inputs(program) if entry is None else [entry]
     for other in known:
         cuts = [(a, p, program.axes[a]) for layout in _layouts(program, other) for a, p in layout if p.is_shard]
@@ -366,5 +368,5 @@ def check_use(model: nn.Module, program: Program) -> None:
 
 
 def user_inputs(program: Program) -> list[Input]:
-    """The inputs that a call passes: all but the random generator's state."""
+    """Returns the inputs that a call passes: all but the random generator's state."""
     return [entry for entry in program.inputs if entry.path != RNG_PATH]

@@ -31,7 +31,7 @@ class GradientSink(Protocol):
         """Puts gradients there, by parameter, but those that are there already; gives the places."""
 
     def destination(self, name: str) -> Destination | None:
-        """Where that of a parameter may be written at once; None where something else comes first."""
+        """Returns where that of a parameter may be written at once; None where something else comes first."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class UnitCall:
 
 
 def freeing(calls: Sequence[UnitCall], needed: Iterable[str]) -> list[UnitCall]:
-    """The calls, each of which frees what it reads last.
+    """Returns the calls, each of which frees what it reads last.
 
     Args:
         needed: names of the values that are wanted at the end, which stay.
@@ -81,7 +81,7 @@ def freeing(calls: Sequence[UnitCall], needed: Iterable[str]) -> list[UnitCall]:
 
 
 def size_name(name: str) -> str:
-    """The name of the value that is a size."""
+    """Returns the name of the value that is a size."""
     return f"size {name}"
 
 
@@ -95,7 +95,7 @@ class Runnable(Protocol):
     whole: bool
 
     def forward(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], Values]:
-        """The model's outputs by name, and what the backward takes before the tangents.
+        """Returns the model's outputs by name, and what the backward takes before the tangents.
 
         Args:
             values: of the program's inputs, by name of the placeholder.
@@ -105,7 +105,7 @@ class Runnable(Protocol):
     def backward(
         self, saved: Values, tangents: Mapping[str, Tensor], place: GradientSink | None = None
     ) -> dict[str, Tensor]:
-        """What the backward gives, by name of the value.
+        """Returns what the backward gives, by name of the value.
 
         Args:
             tangents: by name of the output.
@@ -224,7 +224,7 @@ class ForwardCalls(_Calls):
         self.constants = dict(constants)
 
     def __call__(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """The outputs by name; sizes as for a step."""
+        """Returns the outputs by name; sizes as for a step."""
         environment = self.start(values, sizes)
         for call in self.calls:
             call(environment)
@@ -232,7 +232,7 @@ class ForwardCalls(_Calls):
 
 
 def eager_calls(step: LoweredStep, *, whole: bool) -> StepCalls:
-    """A step that runs operator by operator."""
+    """Returns a step that runs operator by operator."""
     backward = step.whole_backward if whole else step.backward
     return StepCalls(step, step.forward, backward, {}, whole=whole, early=step.early)
 
@@ -244,7 +244,7 @@ class Emptying(CodeGen):
     """Code that takes its arguments as one list and empties it, so that each is freed behind its last use."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
-        """The head of the function, and how it takes its arguments."""
+        """Returns the head of the function, and how it takes its arguments."""
         names = [variable.split(":")[0].split("=")[0].strip() for variable in free_vars]
         names = [name for name in names if name != "self"]
         taken = f"\n    {', '.join(names)}, = values\n    values.clear()" if names else ""
@@ -288,23 +288,23 @@ class LoweredStep:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Names of the values that a backward leaves whose gradients wait for others."""
+        """Returns names of the values that a backward leaves whose gradients wait for others."""
         return tuple(dict.fromkeys((*self.unfinished, *self.returned.values())))
 
     @property
     def signature(self) -> Hashable:
-        """Equal for steps that leave the same of the gradients, and make the same of it."""
+        """Returns what is equal for steps that leave the same of the gradients, and make the same of it."""
         return self.unfinished, tuple(self.gradients.items())
 
     @cached_property
     def uncaptured(self) -> fx.Node | None:
-        """The first operation that no CUDA graph can hold."""
+        """Returns the first operation that no CUDA graph can hold."""
         nodes = (node for node in self.graph.nodes if node.op == "call_function" and has_note(node))
         return next((node for node in nodes if note(node).uncaptured), None)
 
     @cached_property
     def recomputes(self) -> bool:
-        """Whether the program says what is computed again."""
+        """Returns whether the program says what is computed again."""
         nodes = (node for node in self.graph.nodes if node.op == "call_function" and has_note(node))
         return any(note(node).recompute or note(node).origin == RECOMPUTE for node in nodes)
 

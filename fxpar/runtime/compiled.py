@@ -58,8 +58,8 @@ class CompiledUnits:
         *,
         paired: bool,
     ) -> tuple[list[UnitCall], list[UnitCall], Values, int]:
-        """The calls of a forward and of its backward, the identities that they take, by name, and how many of the
-        backward come before those of the phase `weight`.
+        """Returns the calls of a forward and of its backward, the identities that they take, by name, and how many of
+        the backward come before those of the phase `weight`.
 
         Args:
             graph: lowered.
@@ -92,7 +92,8 @@ class CompiledUnits:
         return [self._fake(self._tensor(identity)) for identity in unit.identities]
 
     def _another(self, fake: Tensor) -> Tensor:
-        """One of the same shape: units of one text share fakes, and a trace tells values apart by their objects."""
+        """Returns one of the same shape: units of one text share fakes, and a trace tells values apart by their
+        objects."""
         with self._mode:
             return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
@@ -172,7 +173,7 @@ class CompiledUnits:
 
 
 def _meta(value: Tensor) -> Any:
-    """What a unit is compiled for; symbolic sizes are told by their names, which are those of one scope."""
+    """Returns what a unit is compiled for; symbolic sizes are told by their names, which are those of one scope."""
     # As texts: comparing symbolic sizes by == would add a guard to the scope.
     return tuple(map(str, value.shape)), tuple(map(str, value.stride())), value.dtype, value.device
 
@@ -202,7 +203,7 @@ class Compiler:
     def step(
         self, step: LoweredStep, sizes: Mapping[str, int], values: Mapping[str, Tensor], *, whole: bool
     ) -> StepCalls:
-        """A step.
+        """Returns a step.
 
         Args:
             values: of the program's inputs that it reads, by name, of the shapes it is compiled for.
@@ -223,7 +224,7 @@ class Compiler:
     def forward(
         self, graph: fx.Graph, results: Mapping[str, str], sizes: Mapping[str, int], values: Mapping[str, Tensor]
     ) -> ForwardCalls:
-        """A forward alone.
+        """Returns a forward alone.
 
         Args:
             graph: lowered, with the wanted outputs.
@@ -312,7 +313,7 @@ class Scope:
         return [self._integers[name] for name in self.names]
 
     def fake(self, name: str, value: Tensor) -> Tensor:
-        """A contiguous value without memory, of sizes that are symbols where its own are.
+        """Returns a contiguous value without memory, of sizes that are symbols where its own are.
 
         Args:
             name: of its placeholder.
@@ -330,7 +331,7 @@ class Scope:
         return sympy.lambdify(names, size)(*[self._integers[str(name)] for name in names])
 
     def admits(self, sizes: Mapping[str, int], guards: str | None = None) -> bool:
-        """Whether what was compiled is right for other sizes.
+        """Returns whether what was compiled is right for other sizes.
 
         Args:
             guards: those that held when it was compiled; by default all that there are by now.
@@ -341,7 +342,7 @@ class Scope:
         return not code or bool(self._env.evaluate_guards_expression(code, [sizes[name] for name in self.names]))
 
     def guards(self) -> str:
-        """What compiling has assumed of the symbols so far, as PyTorch writes it; empty for nothing."""
+        """Returns what compiling has assumed of the symbols so far, as PyTorch writes it; empty for nothing."""
         return (self._env.produce_guards_expression(self.integers) or "") if self.names else ""
 
 
@@ -357,7 +358,7 @@ class Variants(Generic[Compiled]):
         self._symbolic: list[tuple[Scope, str, Compiled]] = []
 
     def of(self, sizes: Mapping[str, int], make: Callable[[CompiledUnits], Compiled]) -> Compiled:
-        """What is compiled for these sizes; it is made where nothing fits.
+        """Returns what is compiled for these sizes; it is made where nothing fits.
 
         Args:
             make: compiles with the units of a scope.

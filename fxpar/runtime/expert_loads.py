@@ -39,7 +39,7 @@ class Loads:
     counts: Tensor
 
     def read(self, plan: Plan) -> tuple[ExpertLoad, ...]:
-        """The numbers; waits for the device."""
+        """Returns the numbers; waits for the device."""
         *parts, lost = self.counts.cpu().split([*self.own, len(self.dropped)], dim=1)
         names = [module_of_load(name) for name in self.names]
         layers = [part.tolist() for part in parts]
@@ -51,7 +51,7 @@ class Loads:
 
 
 def _by_expert(by_rank: Sequence[Sequence[int]], plan: Plan) -> tuple[int, ...]:
-    """Rows of each expert of a layer.
+    """Returns rows of each expert of a layer.
 
     Args:
         by_rank: of each rank in nesting order of the plan's axes, the rows of each of its experts.
@@ -71,7 +71,7 @@ def _by_expert(by_rank: Sequence[Sequence[int]], plan: Plan) -> tuple[int, ...]:
 
 
 def gathered(parts: Sequence[Mapping[str, Tensor]], world: World, plan: Plan) -> Loads | None:
-    """The load of a step on all ranks; None where no rank holds other experts than another.
+    """Returns the load of a step on all ranks; None where no rank holds other experts than another.
 
     Args:
         parts: of each microbatch what it says of rows, by name of the output.
@@ -108,7 +108,7 @@ class Budget:
         self.steps = self.repeated = 0
 
     def checked(self, rows: Sequence[Mapping[str, Tensor]], finished: Finished) -> Finished:
-        """What makes gradients of a step that is to be used.
+        """Returns what makes gradients of a step that is to be used.
 
         Args:
             rows: of the microbatches, filled by then.

@@ -44,7 +44,7 @@ class _Added:
     state: Hashable
 
     def holds(self, leaves: Mapping[str, Tensor], inside: bool, gradients: list[Any]) -> bool:
-        """Whether it is so still."""
+        """Returns whether the record is still right."""
         is_same = self.leaves is leaves and self.inside == inside and all(map(is_, gradients, self.gradients))
         return is_same and self.placed.holds(gradients)
 
@@ -99,7 +99,7 @@ class Buffers:
 
     @torch.no_grad()
     def placed(self, leaves: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients in the memory where they will be: what they were in can be freed at once.
+        """Returns gradients in the memory where they will be: what they were in can be freed at once.
 
         Where there are gradients already, they are added to those. What a hook is to see first, and may keep, is left
         where it is.
@@ -123,7 +123,7 @@ class Buffers:
         return placed
 
     def destination(self, leaves: Mapping[str, Tensor], name: str) -> Destination | None:
-        """Where the gradient of a parameter is to stay; None where a hook is to see it first."""
+        """Returns where the gradient of a parameter is to stay; None where a hook is to see it first."""
         leaf = leaves[name]
         if leaf._backward_hooks:
             return None
@@ -132,7 +132,8 @@ class Buffers:
         return Destination(leaf.grad, adds=True)
 
     def state(self, leaves: Mapping[str, Tensor], inside: bool = False) -> Hashable:
-        """Equal where gradients are placed alike: over what is there or added to it, at the same addresses.
+        """Returns what is equal where gradients are placed alike: over what is there or added to it, at the same
+        addresses.
 
         Strides too: what is transposed has the address of what it is made of. Buffers are made here: one made while a
         graph is recorded would lie in its pool.
@@ -235,7 +236,7 @@ class Buffers:
             torch._foreach_add_([grad for grad, _ in more], [buffer for _, buffer in more])
 
     def _is_apart(self, name: str, leaf: Tensor) -> bool:
-        """Whether a step adds to a parameter's gradient behind its graph."""
+        """Returns whether a step adds to a parameter's gradient behind its graph."""
         known = self._buffers.get(name)
         if not self._graphed or leaf.grad is None:
             return False
@@ -265,7 +266,7 @@ def call_hooks(leaves: Mapping[str, Tensor], names: Iterable[str]) -> None:
 
 
 def _hooked(leaf: Tensor, gradient: Tensor) -> Tensor:
-    """What the hooks of a tensor make of its gradient."""
+    """Returns what the hooks of a tensor make of its gradient."""
     for hook in list((leaf._backward_hooks or {}).values()):
         replacement: Any = hook(gradient)
         if replacement is not None:
@@ -293,12 +294,12 @@ class Waiting:
 
     @property
     def is_idle(self) -> bool:
-        """Whether a call's gradients are summed by themselves."""
+        """Returns whether a call's gradients are summed by themselves."""
         return not self.holds and not self._held
 
     @torch.no_grad()
     def finished(self, unsummed: dict[str, Tensor], signature: Hashable, finish: Finish) -> Mapping[str, Tensor]:
-        """The gradients of a call and of those that waited; none where this one waits too.
+        """Returns the gradients of a call and of those that waited; none where this one waits too.
 
         Args:
             unsummed: what the call leaves.
@@ -353,7 +354,7 @@ class TensorAddresses:
         self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the tensors lie there still; not, too, where the surrounding is another."""
+        """Returns whether the tensors lie there still; not, too, where the surrounding is another."""
         return bool(self._guards.check(*tensors)) and list(map(_PLACE, tensors)) == self._places
 
     def __eq__(self, other: object) -> bool:

@@ -166,7 +166,7 @@ def cache_tag() -> str:
 
 
 def _vectors() -> str:
-    """What Inductor chooses the processor's vectors by."""
+    """Returns what Inductor chooses the processor's vectors by."""
     return f"{os.environ.get('ATEN_CPU_CAPABILITY')} {x86_isa_checker()} {torch.backends.cpu.get_cpu_capability()} "
 
 
@@ -180,7 +180,7 @@ def _fingerprint() -> str:
 
 
 def _traced(run: Callable[..., Sequence[Any]], fakes: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
-    """The function in the operators that Inductor knows."""
+    """Returns the function in the operators that Inductor knows."""
     # Of symbolic sizes some operators know shapes by their functions in Python alone.
     table = {**select_decomp_table(), **random.DECOMPOSITIONS}
     with torch.no_grad(), enable_python_dispatcher(), mode:
@@ -244,7 +244,7 @@ def keep_sums(graph: fx.Graph, late: str) -> None:
 
 
 def _size(value: Any) -> tuple[Any, ...]:
-    """Shape and type of a tensor; nothing is asked of symbolic sizes, which would be a guard."""
+    """Returns shape and type of a tensor; nothing is asked of symbolic sizes, which would be a guard."""
     tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
     if not isinstance(tensor, Tensor):
         return ()
@@ -252,7 +252,7 @@ def _size(value: Any) -> tuple[Any, ...]:
 
 
 def _is_only_for(value: fx.Node, total: fx.Node) -> bool:
-    """Whether what a value is made of, from a product or a collective on, is read for the sum alone."""
+    """Returns whether what a value is made of, from a product or a collective on, is read for the sum alone."""
     while value.op == "call_function" and len(value.users) == 1:
         if _is_root(value):
             return True
@@ -264,7 +264,7 @@ def _is_only_for(value: fx.Node, total: fx.Node) -> bool:
 
 
 def _is_dear(value: fx.Node, total: fx.Node) -> bool:
-    """Whether a value is made of another as large as it, that cannot be computed again in passing."""
+    """Returns whether a value is made of another as large as it, that cannot be computed again in passing."""
     seen: set[fx.Node] = set()
     left = [value]
     while left:
@@ -277,7 +277,7 @@ def _is_dear(value: fx.Node, total: fx.Node) -> bool:
 
 
 def _is_root(node: fx.Node) -> bool:
-    """Whether a node is a product or what only fxpar knows, of which no kernel is a part."""
+    """Returns whether a node is a product or what only fxpar knows, of which no kernel is a part."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -285,7 +285,7 @@ def _is_root(node: fx.Node) -> bool:
 
 
 def _is_large(node: fx.Node, total: fx.Node) -> bool:
-    """Whether a value has at least as many bytes as the sum, at the sizes of the example."""
+    """Returns whether a value has at least as many bytes as the sum, at the sizes of the example."""
     return _bytes(node) >= _bytes(total) > 0
 
 
@@ -332,14 +332,14 @@ class Heuristics(InductorChoices):
 
     @staticmethod
     def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """Whether two kernels of which neither needs the other may be one."""
+        """Returns whether two kernels of which neither needs the other may be one."""
         if _awaited(scheduler, node1) != _awaited(scheduler, node2):
             return False
         return bool(InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score))
 
     @staticmethod
     def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-        """Whether a row is read once."""
+        """Returns whether a row is read once."""
         if InductorChoices.should_use_persistent_reduction(features, cooperative_reduction):
             return True
         is_row = config.triton.persistent_reductions and not cooperative_reduction
@@ -348,7 +348,7 @@ class Heuristics(InductorChoices):
 
 
 def _awaited(scheduler: Any, node: Any) -> set[str]:
-    """Names of the waits for collectives that a kernel depends on."""
+    """Returns names of the waits for collectives that a kernel depends on."""
     # Inductor asks for each pair of kernels, and a graph has thousands of pairs: its waits are looked up once.
     if scheduler not in _WAITS:
         _WAITS[scheduler] = frozenset(name for name, kernel in scheduler.name_to_node.items() if _is_wait(kernel.node))
@@ -364,14 +364,14 @@ def _extern(op: Any, *args: Any) -> Any:
 
 
 def _held(x: Any) -> Any:
-    """A value in memory of its own, contiguous: whoever takes it has the same memory."""
+    """Returns a value in memory of its own, contiguous: whoever takes it has the same memory."""
     x.realize()
     return ir.ExternKernel.require_contiguous(x)
 
 
 @lowering.register_lowering(_ops.send_copies.default, type_promotion_kind=None)
 def _send_copies(x: Any, *more: Any) -> Any:
-    """What is sent stays as it is until it is taken, which reads the same memory."""
+    """Sends what stays as it is until it is taken, which reads the same memory."""
     buffer = _held(x)
     token = _extern(_ops.send_copies.default, buffer, *more)
     _SENT.setdefault(V.graph, {})[token.get_name()] = buffer.get_name()
@@ -379,7 +379,7 @@ def _send_copies(x: Any, *more: Any) -> Any:
 
 
 def _taken(token: Any, x: Any) -> Any:
-    """What was sent, as it was sent."""
+    """Returns what was sent, as it was sent."""
     buffer = _held(x)
     sent = _SENT[V.graph][token.get_name()]
     if sent != buffer.get_name():  # two copies were made of it: nothing else reads the first
@@ -400,7 +400,7 @@ for _op in (_ops.take_copies.default, _ops.taken_sum.default, _ops.taken_rows.de
 
 @lowering.register_lowering(_ops.arrived.default, type_promotion_kind=None)
 def _arrived(token: Any, x: Any, *more: Any) -> Any:
-    """Memory into which another rank will write again: nothing else is put there."""
+    """Returns memory into which another rank will write again: nothing else is put there."""
     arrived = _extern(_ops.arrived.default, token, _taken(token, x), *more)
     V.graph.never_reuse_buffers.add(arrived.get_name())
     return arrived
@@ -408,7 +408,7 @@ def _arrived(token: Any, x: Any, *more: Any) -> Any:
 
 @lowering.register_lowering(_ops.added.default, type_promotion_kind=None)
 def _added(x: Any, came: Any, name: str) -> Any:
-    """An addition, in a kernel with what reads it; whatever else reads it reads the sum."""
+    """Returns an addition, in a kernel with what reads it; whatever else reads it reads the sum."""
     total = lowering.lowerings[torch.ops.aten.add.Tensor](x, came)
     total.realize()
     return total

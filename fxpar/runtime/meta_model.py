@@ -29,7 +29,7 @@ from fxpar.runtime.refusals import (
 
 
 def skeleton_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """A copy of the model, in its modes, whose tensors have shapes and no memory.
+    """Returns a copy of the model, in its modes, whose tensors have shapes and no memory.
 
     Args:
         model: is left as it is.

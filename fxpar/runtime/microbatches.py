@@ -67,7 +67,7 @@ class MicrobatchResult:
 
     @property
     def rows(self) -> dict[str, Tensor]:
-        """What it says of rows that were routed, and of those without a place, by name of the output."""
+        """Returns what it says of rows that were routed, and of those without a place, by name of the output."""
         return {name: value for name, value in self.outputs.items() if is_counted(name)}
 
 
@@ -122,7 +122,7 @@ def weight(counted: Tensor | None, microbatch: Microbatch) -> Tensor | float:
 
 
 def unit_of(counted: Tensor) -> Tensor:
-    """What counted in a microbatch as the unit of others: one where nothing did."""
+    """Returns what counted in a microbatch as the unit of others: one where nothing did."""
     return counted.masked_fill(counted == 0, 1)
 
 
@@ -134,7 +134,7 @@ def run_microbatches(
     finished: Finished,
     adds: bool = False,
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """The loss of a step, and its gradients by name of the parameter.
+    """Returns the loss of a step, and its gradients by name of the parameter.
 
     Args:
         parts: the microbatches.
@@ -185,7 +185,7 @@ def joined_loss(losses: Sequence[Tensor], adds: bool) -> Tensor:
 def _joined(
     losses: Sequence[Tensor], counts: Sequence[Tensor], gradients: Mapping[str, Tensor], adds: bool
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """The loss of the step. Gradients that were weighed by counts are divided by that of all."""
+    """Returns the loss of the step. Gradients that were weighed by counts are divided by that of all."""
     if not counts:
         return joined_loss(losses, adds), gradients
     # The factor is one for all gradients, since each microbatch was already weighed in units of the first.

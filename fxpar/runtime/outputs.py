@@ -27,7 +27,7 @@ from fxpar.runtime.world import World
 
 
 def returned(call: BoundBatch, outputs: Mapping[str, Tensor], world: World) -> Any:
-    """The nest of a call's outputs.
+    """Returns the nest of a call's outputs.
 
     Raises:
         InputError: an output of which ranks share parts.
@@ -43,7 +43,7 @@ def returned(call: BoundBatch, outputs: Mapping[str, Tensor], world: World) -> A
 
 
 def _with_plain_gradient(value: Tensor) -> Tensor:
-    """The value. Where a loss of the author's own joins it with a DTensor, its gradient comes as one."""
+    """Returns the value. Where a loss of the author's own joins it with a DTensor, its gradient comes as one."""
     if not value.requires_grad:
         return value
     view = value.view_as(value) if value.is_leaf else value  # a hook on a parameter would stay
@@ -52,7 +52,7 @@ def _with_plain_gradient(value: Tensor) -> Tensor:
 
 
 def _whole_or_dtensor(name: str, value: Tensor, layout: Layout, call: BoundBatch, world: World) -> Any:
-    """A sharded output as DTensor where its shards are even blocks of dimensions; others are gathered."""
+    """Returns a sharded output as DTensor where its shards are even blocks of dimensions; others are gathered."""
     program = call.compiled.program
     if not any(placement.is_shard for _, placement in layout):
         return _with_plain_gradient(value)
@@ -91,7 +91,7 @@ def _whole_or_dtensor(name: str, value: Tensor, layout: Layout, call: BoundBatch
 def _whole_shape(
     name: str, local: Sequence[int], shape: Sequence[int], layout: Layout, call: BoundBatch, mine: int
 ) -> torch.Size:
-    """The shape of the whole where data ranks hold other numbers of rows, as `DTensor` can say it.
+    """Returns the shape of the whole where data ranks hold other numbers of rows, as `DTensor` can say it.
 
     Args:
         local: this rank's shape.
@@ -121,7 +121,7 @@ def _refuse_rows(name: str, rows: Sequence[int]) -> NoReturn:
 
 
 def _is_block(placement: Placement, shape: Sequence[Size]) -> bool:
-    """Whether the ranks hold one block each, in their order, as `Shard` says."""
+    """Returns whether the ranks hold one block each, in their order, as `Shard` says."""
     return placement.is_padded or placement == shard(placement.dim, shape[placement.dim])
 
 
@@ -140,14 +140,14 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, cut: Cut, group: Group, index: Tensor) -> Tensor:
-        """The whole."""
+        """Returns the whole."""
         ctx.cut, ctx.group = cut, group
         ctx.save_for_backward(index)
         return gather_whole(value, cut, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        """The rank's shard of the gradient."""
+        """Returns the rank's shard of the gradient."""
         (dim, pieces), (index,) = ctx.cut, ctx.saved_tensors
         return take(gradient, dim, pieces, ctx.group.size, index), None, None, None
 
@@ -166,7 +166,7 @@ class StepNode(torch.autograd.Function):
     def forward(
         ctx: Any, run: Backward, outputs: Mapping[str, Tensor], parameters: Sequence[str], *leaves: Tensor
     ) -> tuple[Tensor, ...]:
-        """The outputs, which are there already.
+        """Returns the outputs, which are there already.
 
         Args:
             run: the backward, which is run once.
@@ -178,7 +178,7 @@ class StepNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
-        """The gradients of the leaves.
+        """Returns the gradients of the leaves.
 
         Raises:
             InputError: the backward is to be differentiated, or it has run.
@@ -204,7 +204,7 @@ class StepNode(torch.autograd.Function):
 def differentiable(
     outputs: Mapping[str, Tensor], names: Sequence[str], leaves: Mapping[str, Tensor], run: Backward
 ) -> dict[str, Tensor]:
-    """The outputs, some of which can be differentiated.
+    """Returns the outputs, some of which can be differentiated.
 
     Args:
         names: those that can.

@@ -127,7 +127,7 @@ class WholeParameter(Undrawn, nn.Parameter, metaclass=_ParameterKind):  # type: 
 
     @property
     def data(self) -> Tensor:
-        """The values without their history."""
+        """Returns the values without their history."""
         values: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
         return values.as_subclass(Undrawn)
 
@@ -298,7 +298,8 @@ class MainParameter(WholeParameter):
 
     @property
     def data(self) -> Tensor:
-        """The values without their history. A write to them counts, which one to torch's own `data` does not."""
+        """Returns the values without their history. A write to them counts, which one to torch's own `data` does
+        not."""
         return self.detach().as_subclass(Undrawn)
 
     @data.setter

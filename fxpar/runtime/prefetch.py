@@ -33,7 +33,7 @@ class Side(Protocol):
         """Begins to copy a tensor; gives where it will be."""
 
     def sent(self) -> Any:
-        """What has begun since the last call, the tensors of one batch."""
+        """Returns what has begun since the last call, the tensors of one batch."""
 
     def synchronize(self) -> None:
         """Waits until what was copied may change where it came from."""
@@ -150,12 +150,12 @@ def poison(value: Tensor) -> None:
 
 
 def storage_bytes(value: Tensor) -> Tensor:
-    """All of a tensor's storage."""
+    """Returns all of a tensor's storage."""
     return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
 
 
 def new_side(device: torch.device, is_graphed: bool) -> Side | None:
-    """Where batches are copied; None where they are there already.
+    """Returns where batches are copied; None where they are there already.
 
     Args:
         is_graphed: with CUDA graphs, for which there is a stand-in on CPUs.
@@ -182,7 +182,7 @@ class Prefetched:
         self._batches, self._device, self._is_graphed = batches, device, is_graphed
 
     def __len__(self) -> int:
-        """That of the source; a `TypeError` where it has none."""
+        """Returns the length of the source; a `TypeError` where it has none."""
         return len(self._batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
@@ -211,7 +211,7 @@ def _ahead(source: Iterator[Any], side: Side) -> Iterator[Any]:
 
 
 def _read(source: Iterator[Any], side: Side) -> _Read | None:
-    """The next batch, whose copy has begun; None at the end."""
+    """Returns the next batch, whose copy has begun; None at the end."""
     side.synchronize()
     batch = next(source, _END)
     if batch is _END:
@@ -221,7 +221,7 @@ def _read(source: Iterator[Any], side: Side) -> _Read | None:
 
 
 def _moved(batch: Any, move: Callable[[Tensor], Tensor], known: dict[int, Tensor]) -> Any:
-    """A nest of the same kinds with other tensors; one that is in it twice is moved once."""
+    """Returns a nest of the same kinds with other tensors; one that is in it twice is moved once."""
 
     def one(value: Any) -> Any:
         if isinstance(value, Mapping):

@@ -103,13 +103,13 @@ class Programs:
 
     @cached_property
     def foreign(self) -> frozenset[str]:
-        """Names of the parameters that other ranks of the pipeline hold, and this one does not."""
+        """Returns names of the parameters that other ranks of the pipeline hold, and this one does not."""
         local = set(self._own)
         return frozenset(name for name, stages in self.stages_by_parameter.items() if local.isdisjoint(stages))
 
     @cached_property
     def stages_by_parameter(self) -> Mapping[str, tuple[int, ...]]:
-        """The stages of a pipeline that hold each parameter, by its name; nothing without one."""
+        """Returns the stages of a pipeline that hold each parameter, by its name; nothing without one."""
         if not self._own:
             return {}
         stages_by_name, kinds = holders(self.first.program), {p.fqn: p.kind for p in self.first.program.parameters}
@@ -117,18 +117,19 @@ class Programs:
 
     @property
     def places(self) -> dict[str, frozenset[int]]:
-        """The ranks of the pipeline, by place, that hold each parameter; nothing without one."""
+        """Returns the ranks of the pipeline, by place, that hold each parameter; nothing without one."""
         order = rank_of(self._plan) if self._own else ()
         return {name: frozenset(order[s] for s in stages) for name, stages in self.stages_by_parameter.items()}
 
     @property
     def first(self) -> Compiled:
-        """That of the example's mode and structure."""
+        """Returns the program of the example's mode and structure."""
         return next(iter(self._known.values()))[0]
 
     @cached_property
     def without_rows(self) -> frozenset[str]:
-        """Paths of the first program's inputs that are the same on all data ranks, and none of whose sizes varies."""
+        """Returns paths of the first program's inputs that are the same on all data ranks, and none of whose sizes
+        varies."""
         program, axes = self.first.program, self._plan.axes_for(Cuts.BATCH)
         paths = set[str]()
         for entry in calls.user_inputs(program):
@@ -144,7 +145,7 @@ class Programs:
 
     @property
     def of_sizes(self) -> tuple[str, ...]:
-        """The sizes of each program, where some are for certain sizes alone."""
+        """Returns the sizes of each program, where some are for certain sizes alone."""
         return size_programs(self._known)
 
     def bound(
@@ -154,7 +155,7 @@ class Programs:
         shapes: Shapes | None = None,
         differentiated: bool = True,
     ) -> BoundBatch:
-        """The program for a call; it is compiled where none fits, on all ranks or on none.
+        """Returns the program for a call; it is compiled where none fits, on all ranks or on none.
 
         Args:
             shapes: those of all data ranks' batches, where they differ.
@@ -208,7 +209,7 @@ class Programs:
         return call
 
     def with_all_places(self, call: BoundBatch) -> BoundBatch:
-        """A call whose buffers have as many places as rows may need; without a budget it is the call itself."""
+        """Returns a call whose buffers have as many places as rows may need; without a budget it is the call itself."""
         if self._plan.experts.recv_capacity_factor is None:
             return call
         compiled = call.compiled
@@ -224,7 +225,7 @@ class Programs:
         return replace(call, compiled=spare, ready=spare.ready)
 
     def facts(self, batch: Any, sizes: bool = True) -> dict[str, str]:
-        """What must be the same on all ranks in a call; the sizes of the batch are part of it, or are not."""
+        """Returns what must be the same on all ranks in a call; the sizes of the batch are part of it, or are not."""
         modes = self._modes
         mode = "training" if all(modes) else f"modules in training {modes}" if any(modes) else "evaluation"
         if self._own:  # with a pipeline a call is differentiated on all ranks or on none
@@ -239,7 +240,7 @@ class Programs:
         return tuple(map(_TRAINING, self._modules))
 
     def _fit(self, compiled: Compiled, batch: Any) -> BoundBatch | None:
-        """The call by a program; None where the program is for other sizes."""
+        """Returns the call by a program; None where the program is for other sizes."""
         inputs = self._inputs(compiled, batch)
         sizes = calls.sizes_of(compiled.program, inputs)
         if sizes is None or not compiled.admits(sizes.given):
@@ -368,7 +369,7 @@ class Programs:
         return compare_filled(captured, self.skeleton, buffers, batch, is_first)
 
     def _loss_name(self, program: Program) -> str:
-        """The output to differentiate; a plain call may be without (no labels)."""
+        """Returns the output to differentiate; a plain call may be without (no labels)."""
         kinds = {name: note(node).type for name, node in program.output_nodes().items()}
         scalars = [n for n, kind in kinds.items() if isinstance(kind, TensorType) and kind.is_float and not kind.shape]
         preferred = self._loss if isinstance(self._loss, str) else "loss"
@@ -420,7 +421,7 @@ def prove_rows(program: Program, passes: Sequence[Pass]) -> None:
 
 
 def has_fixed(entry: Input, fixed: frozenset[tuple[int, int]]) -> bool:
-    """Whether one of the sizes of an input is a number because PyTorch differentiates for that one alone.
+    """Returns whether one of the sizes of an input is a number because PyTorch differentiates for that one alone.
 
     Args:
         fixed: as of `Captured`.
@@ -429,7 +430,8 @@ def has_fixed(entry: Input, fixed: frozenset[tuple[int, int]]) -> bool:
 
 
 def fixed_sizes(known: Sequence[Compiled], batch: Any) -> frozenset[tuple[int, int]]:
-    """The sizes of a batch in the dimensions that are numbers in other programs: it is not tried whether they need be.
+    """Returns the sizes of a batch in the dimensions that are numbers in other programs: it is not tried whether they
+    need be.
 
     Args:
         known: the other programs.
@@ -445,7 +447,7 @@ def fixed_sizes(known: Sequence[Compiled], batch: Any) -> frozenset[tuple[int, i
 
 
 def sizes_text(program: Program) -> str:
-    """The sizes that a program is for: `ids [b, 16], s >= 5`."""
+    """Returns the sizes that a program is for: `ids [b, 16], s >= 5`."""
     shown = [f"{entry.path} {shape_text(entry.type.shape)}" for entry in calls.user_inputs(program)]
     return ", ".join([*shown, *map(str, program.conditions)])
 

@@ -30,7 +30,7 @@ class RandomState:
         self._one = torch.tensor([0, 1, 0], device=device)
 
     def draw(self) -> Tensor:
-        """The state of the next step, which is counted.
+        """Returns the state of the next step, which is counted.
 
         From one step to the next it is counted on the device: a copy from the host would wait for the device.
 
@@ -56,7 +56,7 @@ class RandomState:
             raise
 
     def peek(self) -> Tensor:
-        """The state of the next step, which is not counted.
+        """Returns the state of the next step, which is not counted.
 
         Raises:
             InputError: as `draw`.

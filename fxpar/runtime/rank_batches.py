@@ -77,8 +77,8 @@ class Inputs:
     def compare(
         self, batch: Any, facts: Mapping[str, str], shared: Collection[str] = ()
     ) -> tuple[Any, Tensor | None, Shapes | None]:
-        """The batch on the device, whether its values are the same on all ranks, where that is not known yet, and the
-        shapes of all data ranks' batches, where they differ.
+        """Returns the batch on the device, whether its values are the same on all ranks, where that is not known yet,
+        and the shapes of all data ranks' batches, where they differ.
 
         Args:
             facts: what the host knows of the call, but the sizes of the batch.
@@ -147,7 +147,7 @@ class Inputs:
             self._differs(batch, {"the call": "the call before this one"}, whole)
 
     def somewhere(self, is_so: bool) -> bool:
-        """Whether something is so on any rank. A collective call of the hosts."""
+        """Returns whether something is so on any rank. A collective call of the hosts."""
         return bool(self._meet("compares what padding gives", [int(is_so)]).largest[0])
 
     def _meet(self, place: str, compared: Sequence[int]) -> Met:
@@ -177,7 +177,7 @@ class Inputs:
         return torch.where(is_same, 0, self._world.rank + 1).reshape(1)
 
     def checksum(self, batch: Any) -> Tensor:
-        """A number that follows from the bits of all tensors of a batch and from their order; i64[1]."""
+        """Returns a number that follows from the bits of all tensors of a batch and from their order; i64[1]."""
         total = torch.zeros(1, dtype=torch.int64, device=self._world.device)
         for _, value in calls.leaves(batch):
             if isinstance(value, Tensor):
@@ -186,7 +186,7 @@ class Inputs:
         return total
 
     def _mixed(self, words: Tensor) -> Tensor:
-        """A sum in which the place of each word counts, and each of its bits for others."""
+        """Returns a sum in which the place of each word counts, and each of its bits for others."""
         steps = self._steps.get(words.numel())
         if steps is None:
             steps = torch.arange(1, words.numel() + 1, device=words.device) * _STEP
@@ -205,7 +205,7 @@ def _digest(value: Any) -> int:
 
 
 def data_part(mesh: Mesh, rank: int) -> int:
-    """Which part of the batch a rank is given."""
+    """Returns which part of the batch a rank is given."""
     places, index = mesh.coordinates(rank), 0
     for axis, n in mesh.nested(DENSE).items():
         if PURPOSES[axis].cuts is Cuts.BATCH:
@@ -214,7 +214,7 @@ def data_part(mesh: Mesh, rank: int) -> int:
 
 
 def _words(value: Tensor) -> list[Tensor]:
-    """The bits of a tensor as numbers, by pieces; the last bytes one by one."""
+    """Returns the bits of a tensor as numbers, by pieces; the last bytes one by one."""
     data = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if data.storage_offset() * data.element_size() % 8:
         data = data.clone()
@@ -225,7 +225,7 @@ def _words(value: Tensor) -> list[Tensor]:
 
 
 def _extremes(values: Tensor, group: Group) -> Tensor:
-    """The largest value over the ranks, and the largest complement."""
+    """Returns the largest value over the ranks, and the largest complement."""
     extremes = torch.stack([values, values.bitwise_not()])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=process_group(group))
     return extremes
@@ -236,7 +236,7 @@ def _is_equal(extremes: Tensor) -> bool:
 
 
 def _alike(world: World) -> Group | None:
-    """The group of the ranks that are given the same batch; None where each has its own."""
+    """Returns the group of the ranks that are given the same batch; None where each has its own."""
     names = [axis for axis in world.coordinates if PURPOSES[axis].cuts is not Cuts.BATCH]
     names += ["pp"] if "pp" in world.groups else []
     return world.groups["-".join(names)] if names else None
@@ -308,7 +308,7 @@ class FittedBatch:
 
 
 def largest(batch: Any, shapes: Shapes) -> Any:
-    """A batch with the largest size of any rank in each dimension: the same shapes on all ranks.
+    """Returns a batch with the largest size of any rank in each dimension: the same shapes on all ranks.
 
     What is added repeats the last of what is there.
     """
@@ -404,7 +404,7 @@ def _padded(value: Tensor, lengths: dict[int, int], fill: float | bool) -> Tenso
 
 
 def _filling(compiled: Compiled, path: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """What stands behind the end of an input and, where nobody said so, something else that may as well."""
+    """Returns what stands behind the end of an input and, where nobody said so, something else that may as well."""
     said = compiled.program.plan.pad_values
     if path in said:
         return said[path], None
@@ -418,7 +418,7 @@ def _filling(compiled: Compiled, path: str, dtype: torch.dtype) -> tuple[Any, An
 
 
 def ignored_targets(program: Program) -> dict[str, int]:
-    """The inputs that are targets of a loss over classes, and what this leaves out."""
+    """Returns the inputs that are targets of a loss over classes, and what this leaves out."""
     paths, ignored = {entry.node: entry.path for entry in program.inputs}, dict[str, int]()
     for node in program.graph.nodes:
         if node.target not in CLASS_LOSSES:
@@ -449,7 +449,7 @@ def _check_rows(program: Program, name: str, rows: tuple[int, ...]) -> None:
 
 
 def _takes_rows(node: fx.Node, name: str) -> bool:
-    """Whether an operation is given the number of rows otherwise than as a size of what it makes."""
+    """Returns whether an operation is given the number of rows otherwise than as a size of what it makes."""
     args = [*node.args, *node.kwargs.values()]
     if node.target in SIZED.keys() | _REPEATING:
         args = [value for value in args if isinstance(value, fx.Node)]
@@ -460,7 +460,7 @@ def _takes_rows(node: fx.Node, name: str) -> bool:
 
 
 def _is_repeated(node: fx.Node, name: str, same: set[fx.Node]) -> bool:
-    """Whether all rows of a value are the same: it is made without any, or of such, row by row."""
+    """Returns whether all rows of a value are the same: it is made without any, or of such, row by row."""
     varying = [x for x in operands(node) if any(name in names(kind.shape) for kind in output_types(x))]
     if not varying:
         return node.target in _REPEATING

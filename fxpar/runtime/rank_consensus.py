@@ -94,7 +94,7 @@ class Agreement:
     # ------------------------------------------------------------------ calls
 
     def call(self, what: str, at_once: bool = False) -> _CollectiveCall:
-        """A context for one call that every rank makes; an error that leaves it is told to the others.
+        """Returns a context for one call that every rank makes; an error that leaves it is told to the others.
 
         Args:
             at_once: whether ranks meet at its begin, where it has no other place for that.
@@ -237,7 +237,8 @@ class Agreement:
         self.alarm.tell(self._store(), error.where, error.reason)
 
     def _may_be_shared(self, error: Exception) -> bool:
-        """Whether the other ranks come to where this one says its error; not who did not come to an agreement."""
+        """Returns whether the other ranks come to where this one says its error; not who did not come to an
+        agreement."""
         is_alone = isinstance(error, RankError) and not self._is_told
         return not is_alone and (isinstance(error, FxparError) or not self._entered)
 
@@ -270,7 +271,7 @@ class Agreement:
             raise self._shared(met) from error
 
     def _record(self, error: Exception) -> dict[str, str]:
-        """What another rank makes the same error of."""
+        """Returns what another rank makes the same error of."""
         if not isinstance(error, FxparError):
             where, remedy = f"rank {self.rank}", "its own output says more"
             return {"kind": "RankError", "where": where, "reason": self._reason(error), "remedy": remedy}
@@ -278,7 +279,7 @@ class Agreement:
         return {"kind": type(error).__name__, "where": where, "reason": error.reason, "remedy": error.remedy}
 
     def _shared(self, met: Met) -> FxparError:
-        """The error with which a rank came to the last meeting."""
+        """Returns the error with which a rank came to the last meeting."""
         store = self._store()
         assert store is not None, "ranks have met"
         if met.is_late and wait_for(self.alarm, store, _ROLL_CALL):
@@ -303,7 +304,7 @@ class Agreement:
         _poll(lambda: store.add(f"{point}/read", 0) >= self.size, _ROLL_CALL)
 
     def _signs(self, store: Store, error: BaseException) -> str:
-        """What the other ranks have said about this call."""
+        """Returns what the other ranks have said about this call."""
         point = self._point
         others = [rank for rank in range(self.size) if rank != self.rank]
         said = self._tell(store, self._failure(error))
@@ -353,7 +354,7 @@ class Agreement:
             raise kind(verdict["reason"], where=verdict["where"], remedy=verdict["remedy"])
 
     def told(self, what: str, text: str) -> list[str]:
-        """What each rank tells, in their order; all of them must call it at the same place."""
+        """Returns what each rank tells, in their order; all of them must call it at the same place."""
         store = self._store()
         if self.size == 1 or store is None:
             return [text]
@@ -370,7 +371,7 @@ class Agreement:
                 store.set(self._sign(self.rank), f"{calls} {look}")
 
     def posted(self) -> list[tuple[int, int] | None]:
-        """The signs of all ranks, in order: None of one that left none, and of all where the store is gone."""
+        """Returns the signs of all ranks, in order: None of one that left none, and of all where the store is gone."""
         store = self._store()
         signs: list[tuple[int, int] | None] = [None] * self.size
         if store is not None:
@@ -460,7 +461,7 @@ class Agreement:
 
 
 def connected(seconds: float) -> Agreement:
-    """The agreement of the next module on the processes that are there.
+    """Returns the agreement of the next module on the processes that are there.
 
     Raises:
         RankError: the process that keeps the group's store has ended.
@@ -476,7 +477,7 @@ def connected(seconds: float) -> Agreement:
 
 
 def plan_facts(plan: Plan) -> dict[str, str]:
-    """What a plan asks for, by option, and the version of torch that carries it out."""
+    """Returns what a plan asks for, by option, and the version of torch that carries it out."""
     options = {field.name: getattr(plan, field.name) for field in fields(plan)}
     for name in GROUPS:
         record = options.pop(name)
@@ -544,7 +545,8 @@ class _CollectiveCall:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether a collective failed because of another rank: gloo's errors have no type, but name its source files."""
+    """Returns whether a collective failed because of another rank: gloo's errors have no type, but name its source
+    files."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
@@ -582,12 +584,12 @@ def _shown(text: str | None) -> str:
 
 
 def _brief(facts: Mapping[str, str]) -> str:
-    """Which call a program is for."""
+    """Returns which call a program is for."""
     shown = [f"{name}: {text}" for name, text in facts.items() if name.startswith(("the call", "the mode", "batch "))]
     return ", ".join(shown)[:_LONGEST_REASON]
 
 
 def _first_line(error: BaseException) -> str:
-    """The error in short: without gloo's source file before it and its advice behind it."""
+    """Returns the error in short: without gloo's source file before it and its advice behind it."""
     line = (str(error) or type(error).__name__).splitlines()[0]
     return re.sub(r"^\[\S*/gloo/\S*\] ", "gloo: ", line).split(". This is")[0]

@@ -67,7 +67,7 @@ def _state_hook_method(name: str) -> Any:
 
 
 def _place_of(module: nn.Module) -> str:
-    """What errors name a module."""
+    """Returns the name of a module in errors."""
     return vars(module)[RECORD].path or type(module).__name__
 
 
@@ -173,7 +173,7 @@ class Unwrappable(nn.Module):
         _refuse(_place_of(self), "cannot be copied or pickled", "save full_state_dict() of the whole model")
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: transformers' own would write this rank's parts."""
+        """Refuses: transformers' own would write this rank's parts."""
         _refuse("save_pretrained()", "would write one rank's parts", "call save_checkpoint(folder) on all ranks")
 
     push_to_hub = save_pretrained
@@ -201,7 +201,7 @@ class Unwrappable(nn.Module):
     register_backward_hook = _hook_method("register_backward_hook")
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: programs are compiled by the plan."""
+        """Refuses: programs are compiled by the plan."""
         _refuse("compile()", "the module's programs are compiled by itself", "pass fxpar.Plan(compile=True)")
 
     def _replicate_for_data_parallel(self) -> NoReturn:
@@ -212,7 +212,7 @@ class Root(Unwrappable):
     """The model itself; its modules are of the class `Submodule`."""
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: generation needs caches."""
+        """Refuses: generation needs caches."""
         _refuse("generate()", "is not supported", "load full_state_dict() into the plain model")
 
     register_state_dict_pre_hook = _state_hook_method("register_state_dict_pre_hook")
@@ -225,7 +225,7 @@ class Submodule(Unwrappable):
     """One of the modules in a parallel model."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: parts of a program do not run alone."""
+        """Refuses: parts of a program do not run alone."""
         _refuse(
             f"forward of {_place_of(self)}",
             "the program runs the model as a whole",
@@ -296,7 +296,7 @@ class Table(dict[str, Any]):
         self._refuse(name)
 
     def pop(self, name: str = "*", *default: Any) -> NoReturn:
-        """Refused, as all that changes what a module has."""
+        """Refuses, as all that changes what a module has."""
         self._refuse(name)
 
     popitem = clear = pop
@@ -361,12 +361,12 @@ class Record:
 
 
 def is_same(before: Any, after: Any) -> bool:
-    """Whether a value is another's equal for the programs that were compiled of that."""
+    """Returns whether a value is another's equal for the programs that were compiled of that."""
     return before is after or (isinstance(before, _PLAIN) and type(before) is type(after) and bool(before == after))
 
 
 def _asks_for(author: type, name: str) -> bool:
-    """Whether a class's code asks whether there is an attribute of the name: `getattr(self, "scale", 1.0)`."""
+    """Returns whether a class's code asks whether there is an attribute of the name: `getattr(self, "scale", 1.0)`."""
     methods = [value for cls in author.__mro__ if cls not in nn.Module.__mro__ for value in vars(cls).values()]
     functions = [getattr(value, "__func__", None) or getattr(value, "fget", None) or value for value in methods]
     pending = [inspect.unwrap(value).__code__ for value in functions if inspect.isfunction(value)]
@@ -379,7 +379,7 @@ def _asks_for(author: type, name: str) -> bool:
 
 
 def names_of(root: type) -> frozenset[str]:
-    """Names of what a class of ours has and modules have not, the author's class behind it aside."""
+    """Returns names of what a class of ours has and modules have not, the author's class behind it aside."""
     author = original_of(root).__mro__ if original_of(root) is not root else ()
     return frozenset(n for cls in root.__mro__[:-1] if cls not in author for n in vars(cls) if n not in _OF_ALL)
 
@@ -468,7 +468,8 @@ class Settings:
 
 
 def _boxes(place: str, value: Any) -> dict[int, tuple[str, Any]] | None:
-    """What holds values in a value, itself first; None where there is something besides settings, or nothing."""
+    """Returns what holds values in a value, itself first; None where there is something besides settings, or
+    nothing."""
     boxes: dict[int, tuple[str, Any]] = {}
     pending, has_leaf = [(place, value)], False
     while pending:
@@ -494,7 +495,7 @@ def _has_attributes(value: Any) -> bool:
 
 
 def _values(value: Any) -> Any:
-    """A view of the values: as long as they are, and iterated anew each time."""
+    """Returns a view of the values: as long as they are, and iterated anew each time."""
     if _has_attributes(value):
         value = vars(value)
     return value.values() if isinstance(value, Mapping) else value

@@ -50,7 +50,7 @@ class _Weights:
     version: int
 
     def holds(self, version: int) -> bool:
-        """Whether it is so still."""
+        """Returns whether the record is still right."""
         return self.version == version and self.addresses.holds(self.seen)
 
 
@@ -146,7 +146,7 @@ class Runner:
         self._weights: dict[int, _Weights] = {}
 
     def outputs(self, call: BoundBatch, requested: tuple[str, ...]) -> dict[str, Tensor]:
-        """The wanted outputs by name, to be differentiated where gradients are on.
+        """Returns the wanted outputs by name, to be differentiated where gradients are on.
 
         Raises:
             InputError: autocast is on, a parameter was exchanged or is trainable since, or `step` is no number.
@@ -203,7 +203,7 @@ class Runner:
         return {name: outputs[name] for name in requested}
 
     def _committed(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The outputs of a forward, behind which the buffers are what it has made of them."""
+        """Returns the outputs of a forward, behind which the buffers are what it has made of them."""
         new = Written()
         new.add(outputs)
         new.commit(self.tensors.all)
@@ -315,7 +315,7 @@ class Runner:
         return replace(call, values=values, leaves=weights.leaves, others=others, addresses=weights.addresses)
 
     def _look(self, call: BoundBatch, tensors: Mapping[str, Tensor]) -> _Weights:
-        """What a program takes of the module, and the leaves that are trained."""
+        """Returns what a program takes of the module, and the leaves that are trained."""
         values: dict[str, Tensor] = {}
         leaves: dict[str, Tensor] = {}
         seen: list[Tensor] = []
@@ -334,7 +334,7 @@ class Runner:
         return _Weights(values, leaves, tuple(seen), TensorAddresses(seen), self.tensors.version)
 
     def _held(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """A parameter or buffer, if it is the module's own still."""
+        """Returns a parameter or buffer, if it is the module's own still."""
         value = tensors.get(name)
         if value is None or isinstance(value, Sharded) != (name in self._cut) or value.shape != self._shape_of(name):
             raise InputError(
@@ -423,7 +423,8 @@ class ForwardBackward:
         return [self._programs.with_all_places(call) for call in calls]
 
     def _bound(self, batch: Any, with_loss: bool, differentiated: bool = True) -> tuple[BoundBatch, Tensor | None]:
-        """The program for a call, and whether the ranks' values are equal, where the device has yet to say that."""
+        """Returns the program for a call, and whether the ranks' values are equal, where the device has yet to say
+        that."""
         are_equal, shapes = None, None
         if self._inputs is not None:
             batch, are_equal, shapes = self._compared(batch)

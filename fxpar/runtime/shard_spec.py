@@ -42,12 +42,12 @@ class ModelTensor:
 
     @property
     def first(self) -> str:
-        """The name that stands for it."""
+        """Returns the name that stands for it."""
         return self.names[0]
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is a parameter, else a buffer."""
+        """Returns whether it is a parameter, else a buffer."""
         return isinstance(self.tensor, nn.Parameter)
 
 
@@ -99,7 +99,7 @@ class ShardSpec:
 
     @cached_property
     def cuts(self) -> tuple[tuple[str, Placement], ...]:
-        """The axes that cut it."""
+        """Returns the axes that cut it."""
         return tuple((axis, placement) for axis, placement in self.layout if placement.is_shard)
 
     @cached_property
@@ -109,22 +109,22 @@ class ShardSpec:
 
     @cached_property
     def part_shape(self) -> torch.Size:
-        """The shape of what every rank holds, padding included."""
+        """Returns the shape of what every rank holds, padding included."""
         return torch.Size(part_shape(self.shape, self.layout, self.axes))
 
     @cached_property
     def stride(self) -> tuple[int, ...]:
-        """The stride that the full tensor would have."""
+        """Returns the stride that the full tensor would have."""
         return torch.empty(self.shape, device="meta").stride()
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
-        """What the part consists of."""
+        """Returns what the part consists of."""
         return tuple(boxes(self.shape, self.layout, self.axes, self.world.coordinates))
 
     @cached_property
     def is_padded(self) -> bool:
-        """Whether some rank holds elements that are none of the tensor."""
+        """Returns whether some rank holds elements that are none of the tensor."""
         return any(placement.is_padded for _, placement in self.cuts)
 
     def is_like(self, other: ShardSpec) -> bool:
@@ -182,7 +182,7 @@ class ShardSpec:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """All axes of more than one rank but the pipeline's."""
+        """Returns all axes of more than one rank but the pipeline's."""
         return self.world.device_mesh
 
     @property

@@ -116,7 +116,7 @@ class Sharded(DTensor):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """All axes of more than one rank."""
+        """Returns all axes of more than one rank."""
         return self.place.device_mesh
 
     @property
@@ -269,7 +269,7 @@ class ShardedParameter(Sharded):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the leaf does."""
+        """Returns whether the leaf requires a gradient."""
         return self.leaf.requires_grad
 
     @requires_grad.setter
@@ -283,7 +283,7 @@ class ShardedParameter(Sharded):
 
     @property
     def grad(self) -> Sharded | None:
-        """This rank's part of the gradient; shares memory with what autograd adds to."""
+        """Returns this rank's part of the gradient; shares memory with what autograd adds to."""
         gradient = self.leaf.grad
         if gradient is None:
             self._gradient = None
@@ -307,7 +307,7 @@ class ShardedParameter(Sharded):
 
     @property
     def data(self) -> Sharded:
-        """The values, detached; shares memory."""
+        """Returns the values, detached; shares memory."""
         return Sharded(self._local_tensor.detach(), self.place)
 
     @data.setter

@@ -74,7 +74,8 @@ class FinishedForward:
     def backward(
         self, tangents: Mapping[str, Tensor], *, whole: bool, place: GradientSink | None = None
     ) -> dict[str, Tensor]:
-        """What this rank has of the gradients by name of the value; where `whole`, the parameters' by their names.
+        """Returns what this rank has of the gradients by name of the value; where `whole`, the parameters' by their
+        names.
 
         Args:
             tangents: gradients of the step's outputs, by name.
@@ -91,20 +92,20 @@ class FinishedForward:
         return {fqn: gradients[value] for fqn, value in self.step.gradients.items()} if whole else gradients
 
     def input_backward(self, tangents: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The part of a backward that the gradients of inputs need; these, by name of the output."""
+        """Returns the part of a backward that the gradients of inputs need; these, by name of the output."""
         assert isinstance(self.calls, StepCalls)
         like = {name: _like(tangent, self.types[name]) for name, tangent in tangents.items()}
         gradients = self.calls.input_backward(self.own, like)
         return {name: gradients[value] for name, value in self.step.returned.items()}
 
     def weight_backward(self) -> dict[str, Tensor]:
-        """The rest of the backward: what this rank has of the gradients, by name of the value."""
+        """Returns the rest of the backward: what this rank has of the gradients, by name of the value."""
         assert isinstance(self.calls, StepCalls)
         saved, self.own = self.own, {}
         return self.calls.weight_backward(saved)
 
     def parameter(self, local_gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The gradients by name of the parameter. A collective call.
+        """Returns the gradients by name of the parameter. A collective call.
 
         Args:
             local_gradients: what the backward left, of one microbatch or summed over several.
@@ -116,7 +117,7 @@ class FinishedForward:
 
 
 def _like(tangent: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tangent as the step takes it: dense, of the output's type."""
+    """Returns a tangent as the step takes it: dense, of the output's type."""
     return tangent.to(dtype).contiguous()
 
 
@@ -197,14 +198,14 @@ class Steps:
                 steps._compiler = compiler
 
     def _of(self, stage: Stage) -> Steps | None:
-        """What this rank runs of a stage; None of those of others."""
+        """Returns what this rank runs of a stage; None of those of others."""
         if stage.number not in self.own:
             return None
         more: dict[str, Any] = {"splits": self.splits, "is_stage": True, "peer_memory": self.peer_memory}
         return Steps(stage.program, self.groups, self.device, self.plan, self.uneven_rows, **more)
 
     def step(self, names: Sequence[str], trained: Collection[str], outputs: Sequence[str] = ()) -> LoweredStep:
-        """The step of some outputs.
+        """Returns the step of some outputs.
 
         Args:
             names: outputs that have a tangent.
@@ -253,7 +254,7 @@ class Steps:
         return FinishedForward(step, runnable, values, sizes, outputs, saved)
 
     def moving(self, sources: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the values whose addresses change from call to call.
+        """Returns names of the values whose addresses change from call to call.
 
         Those are inputs, buffers that are written, and what was made dense.
 
@@ -266,7 +267,7 @@ class Steps:
     def calls(
         self, sizes: Mapping[str, int], step: LoweredStep, values: Mapping[str, Any], *, whole: bool
     ) -> StepCalls:
-        """What a step runs, eager or compiled; as for `run`."""
+        """Returns what a step runs, eager or compiled; as for `run`."""
         if self._compiler is not None:
             return self._compiler.step(step, sizes, values, whole=whole)
         key = (id(step), whole)
@@ -277,7 +278,7 @@ class Steps:
     def outputs(
         self, sizes: Mapping[str, int], requested: Sequence[str], sources: Mapping[str, Any], rows: tuple[int, ...] = ()
     ) -> dict[str, Tensor]:
-        """Outputs of the forward alone, for which nothing is kept; `rows` as for `run`."""
+        """Returns outputs of the forward alone, for which nothing is kept; `rows` as for `run`."""
         values = self._values(sources)
         calls = self.forward_calls(sizes, requested, values)
         runnable = self.graphs.forward(calls, values, partial(self.moving, sources, values), rows)
@@ -287,7 +288,7 @@ class Steps:
     def forward_calls(
         self, sizes: Mapping[str, int], requested: Sequence[str], values: Mapping[str, Any]
     ) -> ForwardCalls:
-        """What a forward alone runs; as for `outputs`."""
+        """Returns what a forward alone runs; as for `outputs`."""
         key = tuple(requested)
         if key not in self._forwards:
             graph = self.lowering(outlined(self.program)).only(key).module.graph
@@ -300,13 +301,13 @@ class Steps:
         return self._compiler.forward(graph, eager.results, sizes, values)
 
     def _values(self, sources: Mapping[str, Any]) -> dict[str, Any]:
-        """Inputs as what runs takes them: compiled units are made for dense ones."""
+        """Returns inputs as what runs takes them: compiled units are made for dense ones."""
         if self._compiler is None and not self.graphs.is_on:
             return dict(sources)
         return {name: value.contiguous() for name, value in sources.items()}
 
     def _shapes(self) -> dict[str, tuple[Size, ...]]:
-        """What a rank has of the inputs, in the program's symbols, by name of the placeholder."""
+        """Returns what a rank has of the inputs, in the program's symbols, by name of the placeholder."""
         shapes = {}
         for entry in user_inputs(self.program):
             shape = entry.type.shape
@@ -316,7 +317,7 @@ class Steps:
         return shapes
 
     def lowering(self, program: Program) -> Lowered:
-        """What this rank runs of a program, or of a step of it."""
+        """Returns what this rank runs of a program, or of a step of it."""
         groups = self.groups if self.peer_memory is None else self.peer_memory.groups(program)
         return lower_program(program, groups, self.device, uneven_rows=self.uneven_rows)
 

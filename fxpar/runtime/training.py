@@ -252,7 +252,7 @@ RATE = "lr"
 
 
 def takes_tensors(optimizer: Optimizer) -> bool:
-    """Whether learning rates may be tensors, and nothing is asked of the device."""
+    """Returns whether learning rates may be tensors, and nothing is asked of the device."""
     return all(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
 
 

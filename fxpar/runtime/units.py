@@ -41,17 +41,17 @@ class Segment:
 
     @cached_property
     def inner(self) -> frozenset[fx.Node]:
-        """The nodes as a set."""
+        """Returns the nodes as a set."""
         return frozenset(self.nodes)
 
     @cached_property
     def outer(self) -> tuple[fx.Node, ...]:
-        """What it reads of others, in the order of first use."""
+        """Returns what it reads of others, in the order of first use."""
         return tuple(dict.fromkeys(r for node in self.nodes for r in node.all_input_nodes if r not in self.inner))
 
 
 def is_number(node: fx.Node) -> bool:
-    """Whether a node of a lowered graph is a number, which any segment makes itself."""
+    """Returns whether a node of a lowered graph is a number, which any segment makes itself."""
     return node.op == "call_function" and (not has_note(node) or isinstance(note(node).type, ScalarType))
 
 
@@ -76,7 +76,7 @@ def segments(graph: fx.Graph, phases: Collection[str], *, at_regions: bool = Tru
 
 
 def _numbers(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The numbers that nodes read, and those that these are made of."""
+    """Returns the numbers that nodes read, and those that these are made of."""
     numbers: set[fx.Node] = set()
     pending = [read for node in nodes for read in node.all_input_nodes if is_number(read)]
     while pending:
@@ -88,7 +88,7 @@ def _numbers(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _ordered(graph: fx.Graph, numbers: Collection[fx.Node], nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-    """Numbers in front of the segment's nodes, but those that are sizes of what it makes itself behind that.
+    """Puts numbers in front of the segment's nodes, but those that are sizes of what it makes itself behind that.
 
     Of those in front many segments read the same ones, which the first made: left where they are, they would make its
     text another than that of its like.
@@ -130,7 +130,7 @@ class Unit:
 
     @property
     def uncaptured(self) -> str:
-        """Why no CUDA graph can hold it, forward and backward alike."""
+        """Returns why no CUDA graph can hold it, forward and backward alike."""
         segment = self.forward or self.backward
         return segment.uncaptured if segment is not None else ""
 
@@ -149,7 +149,7 @@ class Unit:
 
     @cached_property
     def text(self) -> str:
-        """Equal for units that compute the same of their operands, in the same order of these."""
+        """Returns what is equal for units that compute the same of their operands, in the same order of these."""
         names = {name: f"${i}" for i, name in enumerate((*self.early, "late", *self.late))}
         names |= {node.name: f"%{i}" for i, node in enumerate(self.nodes)}
         count = len(self.forward.nodes) if self.forward is not None else 0
@@ -172,7 +172,7 @@ class Unit:
 
 
 def graph_of(unit: Unit, results: Sequence[Sequence[int]], sizes: Sequence[str]) -> fx.GraphModule:
-    """What a unit computes, as a function of sizes, its early operands, its identities and its late operands.
+    """Returns what a unit computes, as a function of sizes, its early operands, its identities and its late operands.
 
     Args:
         sizes: names of those that are symbols; nothing reads them, but what is compiled knows the symbols by them.
@@ -200,7 +200,7 @@ def graph_of(unit: Unit, results: Sequence[Sequence[int]], sizes: Sequence[str])
 
 
 def dense(value: Any) -> Any:
-    """A tensor whose elements stand in memory one by one, without gaps, in any order of its dimensions."""
+    """Returns a tensor whose elements stand in memory one by one, without gaps, in any order of its dimensions."""
     if not isinstance(value, torch.Tensor):
         return value
     count = 1
@@ -212,7 +212,7 @@ def dense(value: Any) -> Any:
 
 
 def _number(size: Any) -> int:
-    """A symbolic size as it is in the call that it is compiled for."""
+    """Returns a symbolic size as it is in the call that it is compiled for."""
     return int(size.node.hint if isinstance(size, torch.SymInt) else size)
 
 
@@ -245,7 +245,7 @@ def _written(value: Any, names: Mapping[str, str], random: Mapping[int, str]) ->
 
 
 def _function(target: Any) -> str:
-    """A function is equal to itself alone, whatever its name."""
+    """Returns the text of a function, which is equal to itself alone, whatever its name."""
     return str(target) if isinstance(target, torch._ops.OpOverload) else f"{target} {id(target)}"
 
 
@@ -257,7 +257,7 @@ def _function(target: Any) -> str:
 
 
 def computing_again(backward: Segment, partner: Segment | None, forward: Sequence[Segment]) -> Segment:
-    """The segment, which computes again what it need not have kept.
+    """Returns the segment, which computes again what it need not have kept.
 
     Args:
         partner: the segment of the forward that is compiled with it, of which the min-cut chooses what is kept.
@@ -292,7 +292,7 @@ def computing_again(backward: Segment, partner: Segment | None, forward: Sequenc
 def _copies(
     root: fx.Node, computed: Collection[fx.Node], there: Collection[fx.Node], numbers: Collection[fx.Node]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """All that is computed again for a value, and what is kept for that and is not there."""
+    """Returns all that is computed again for a value, and what is kept for that and is not there."""
     copies: dict[fx.Node, None] = {}
     sources: dict[fx.Node, None] = {}
     pending = [root]
@@ -312,7 +312,8 @@ def _copies(
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    """Whether a node computes each element, or is its operand in other words; none that draws or changes anything."""
+    """Returns whether a node computes each element, or is its operand in other words; none that draws or changes
+    anything."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or note(node).uncaptured:
         return False
@@ -324,20 +325,20 @@ def _is_large(node: fx.Node) -> bool:
 
 
 def _owner(node: fx.Node) -> fx.Node | None:
-    """What computes the memory of a value that is one of the element-wise; a view has that of another one."""
+    """Returns what computes the memory of a value that is one of the element-wise; a view has that of another one."""
     while _is_elementwise(node) and node.target.is_view:  # type: ignore[union-attr]
         node = node.all_input_nodes[0]
     return node if _is_elementwise(node) else None
 
 
 def _has_one_column(value: fx.Node) -> bool:
-    """Whether a value is a number of each row."""
+    """Returns whether a value is a number of each row."""
     kind = note(value).type if has_note(value) else None
     return isinstance(kind, TensorType) and kind.shape[-1:] == (1,)
 
 
 def _is_smaller(one: fx.Node, other: fx.Node) -> bool:
-    """Whether a value takes fewer bytes than another one of as many elements."""
+    """Returns whether a value takes fewer bytes than another one of as many elements."""
     kinds = [note(node).type if has_note(node) else None for node in (one, other)]
     kind, whole = kinds
     if not isinstance(kind, TensorType) or not isinstance(whole, TensorType):
@@ -407,14 +408,14 @@ def units_of(graph: fx.Graph, phases: Collection[str], needed: Collection[str], 
 
 
 def _is_early(node: fx.Node, place: Mapping[fx.Node, int], at: int) -> bool:
-    """Whether a value is there when the segment of that number runs."""
+    """Returns whether a value is there when the segment of that number runs."""
     if node.op == "placeholder":
         return not has_note(node) or note(node).phase == ""
     return place.get(node, at) < at
 
 
 def _pairs(first: Sequence[Segment], second: Sequence[Segment]) -> dict[Segment, Segment]:
-    """Each segment of the backward with that of the forward of which it reads most, no two with one."""
+    """Returns each segment of the backward with that of the forward of which it reads most, no two with one."""
     home = {node: segment for segment in first for node in segment.nodes}
     pairs: dict[Segment, Segment] = {}
     taken: set[Segment] = set()
@@ -433,7 +434,7 @@ def _pairs(first: Sequence[Segment], second: Sequence[Segment]) -> dict[Segment,
 
 
 def _results(units: Sequence[Unit], needed: Collection[str]) -> dict[Unit, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """What is used of a unit outside of it, of any of its text."""
+    """Returns what is used of a unit outside of it, of any of its text."""
     used: dict[str, tuple[set[int], set[int]]] = {}
     # Not users of the graph: a number is a node of every segment that reads it, and what it reads is taken there too.
     taken = {name for unit in units for name in (*unit.early, *unit.late)}

@@ -58,22 +58,23 @@ class World:
 
     @property
     def place(self) -> int:
-        """The rank's place in the pipeline; 0 without one."""
+        """Returns the rank's place in the pipeline; 0 without one."""
         return self.mesh.coordinates(self.rank)["pp"]
 
     @property
     def line(self) -> tuple[int, ...]:
-        """The ranks of this rank's pipeline, in order; this rank alone without one."""
+        """Returns the ranks of this rank's pipeline, in order; this rank alone without one."""
         return next(line for line in self.mesh.groups("pp") if self.rank in line)
 
     @property
     def process_groups(self) -> Mapping[str, dist.ProcessGroup]:
-        """The groups themselves. Not kept: a group whose threads outlive the process's exit handlers aborts it."""
+        """Returns the groups themselves. Not kept: a group whose threads outlive the process's exit handlers aborts
+        it."""
         return {axis: process_group(group) for axis, group in self.groups.items()}
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The device mesh of the dense part of this rank's stages: those of others hold other tensors.
+        """Returns the device mesh of the dense part of this rank's stages: those of others hold other tensors.
 
         Not kept: it may hold its groups.
         """
@@ -103,7 +104,7 @@ def connect(seconds: float) -> Agreement:
 
 
 def join(plan: Plan, agreement: Agreement) -> World:
-    """This rank's place among the processes that the plan asks for.
+    """Returns this rank's place among the processes that the plan asks for.
 
     A plan of ones in a process that no launcher started needs no group.
 
