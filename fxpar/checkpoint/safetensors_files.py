@@ -103,7 +103,7 @@ class Spec:
 
     @property
     def bytes(self) -> int:
-        """The size of the full tensor."""
+        """Returns the size of the full tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:

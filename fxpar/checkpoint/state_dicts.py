@@ -119,7 +119,7 @@ class RankTensors:
 
     @property
     def everything(self) -> list[ModelTensor]:
-        """All tensors of the model; those that other ranks of the pipeline hold are of the meta device."""
+        """Returns all tensors of the model; those that other ranks of the pipeline hold are of the meta device."""
         return [*self.tensors, *(() if self.pipeline is None else self.pipeline.elsewhere)]
 
     def entries(self) -> dict[str, ModelTensor]:
