@@ -74,19 +74,19 @@ def _is_taken(total: fx.Node) -> bool:
 
 
 def _static(node: Any) -> Tensor | None:
-    """The value of a node whose shape is known; nothing is asked of symbolic sizes, which would be a guard."""
+    """Returns the value of a node whose shape is known; nothing is asked of symbolic sizes, which would be a guard."""
     fake = node.meta.get("val")
     is_known = isinstance(fake, Tensor) and all(isinstance(size, int) for size in fake.shape)
     return fake if is_known else None
 
 
 def _changes(node: fx.Node) -> bool:
-    """Whether it writes into what it reads."""
+    """Returns whether it writes into what it reads."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _is_fusible(node: fx.Node) -> bool:
-    """Whether Inductor may compute it in the kernel that makes what it reads."""
+    """Returns whether Inductor may compute it in the kernel that makes what it reads."""
     target = node.target
     is_pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
     return is_pointwise or target in _POINTWISE or target in _EARLIER or target in _FUSIBLE
@@ -171,7 +171,7 @@ class _Group:
             self._compute(node, _POINTWISE[node.target], node.args[:1] if is_cast else node.args)
 
     def _is_read(self, value: Any) -> bool:
-        """Whether what a node changes is read by others too, or is somebody else's."""
+        """Returns whether what a node changes is read by others too, or is somebody else's."""
         return value not in self.values or value is self.total or len(value.users) > 1 or value.target in _VIEWS
 
     def _compute(self, node: fx.Node, name: str, args: tuple[Any, ...]) -> None:
@@ -192,7 +192,7 @@ class _Group:
         self.values[node] = self._step(name, operands, fake.dtype, extent)
 
     def _operand(self, arg: Any, result: Tensor) -> int | float | None:
-        """The value that an argument is, a number as such; None where a program of rows cannot read it."""
+        """Returns the value that an argument is, a number as such; None where a program of rows cannot read it."""
         if isinstance(arg, (int, float)) and not isinstance(arg, bool):
             return float(arg) if isfinite(arg) else None
         if not isinstance(arg, fx.Node):
@@ -308,7 +308,7 @@ class _Group:
         self.taken = taken[:count]
 
     def _saved(self) -> int:
-        """Bytes that are neither written nor read; less than none where the call would write too much."""
+        """Returns bytes that are neither written nor read; less than none where the call would write too much."""
         late, full = dict[int, bool](), set[int]()
         members = self._members
         for node in self._wanted():
@@ -325,7 +325,7 @@ class _Group:
         return saved - sum(2 * self._size(value) for value in full if value and not late[value])
 
     def _is_lost(self, node: fx.Node) -> bool:
-        """Whether somebody else reads variance and mean, of which only parts can be given."""
+        """Returns whether somebody else reads variance and mean, of which only parts can be given."""
         return any(user not in self.values for user in node.users)
 
     def _size(self, value: int) -> int:
@@ -336,7 +336,7 @@ class _Group:
         return {*self.values, *self.moments}
 
     def _wanted(self) -> list[fx.Node]:
-        """Those of the group that others read."""
+        """Returns those of the group that others read."""
         members = self._members
         return [node for node in self.values if any(user not in members for user in node.users)]
 
@@ -354,7 +354,7 @@ class _Group:
 
 
 def _made(graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
-    """A call, with the value that it gives of its operands' fakes."""
+    """Returns a call, with the value that it gives of its operands' fakes."""
     node = graph.call_function(target, args)
     fakes = fx.map_arg(args, lambda arg: arg.meta["val"])
     node.meta["val"] = target(*fakes)

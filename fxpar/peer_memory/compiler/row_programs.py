@@ -24,7 +24,7 @@ _WIDEST = 16384
 
 
 def fits(width: int, dtype: torch.dtype) -> bool:
-    """Whether rows can be a program's: by the sum alone, so that ranks never differ in it."""
+    """Returns whether rows can be a program's: by the sum alone, so that ranks never differ in it."""
     return dtype in TYPES and 2 <= width <= _WIDEST // dtype.itemsize
 
 
@@ -91,7 +91,7 @@ class RowProgram:
         return self.steps[value - 1 - len(self.operands)].dtype
 
     def run(self, total: Tensor, operands: Sequence[Tensor]) -> list[Tensor]:
-        """The results.
+        """Returns the results.
 
         Args:
             total: [rows, width], the sum.
@@ -108,7 +108,7 @@ class RowProgram:
 
 
 def sum_alone(width: int) -> RowProgram:
-    """That of nothing but the sum."""
+    """Returns the program of nothing but the sum."""
     return RowProgram(width, (), (), (0,))
 
 
@@ -134,7 +134,7 @@ REDUCTIONS: dict[str, Callable[..., Tensor]] = {
 
 @cache
 def read(text: str) -> RowProgram:
-    """The program that a text says."""
+    """Returns the program that a text says."""
     width, operands, steps, results = json.loads(text)
     return RowProgram(
         width,
@@ -175,7 +175,7 @@ def warps_of(columns: int) -> int:
 
 
 def results_of(program: RowProgram, x: Tensor, operands: Sequence[torch.dtype]) -> list[Tensor]:
-    """Memory for the results, [rows, width] or [rows, 1], where the sum is like x [rows, width]."""
+    """Returns memory for the results, [rows, width] or [rows, 1], where the sum is like x [rows, width]."""
     rows, width = x.shape
     return [
         x.new_empty((rows, width if program.extent(i) is Extent.FULL else 1), dtype=program.dtype(i, x.dtype, operands))
@@ -199,7 +199,7 @@ class RowSource:
 
 
 def row_source(program: RowProgram, total: torch.dtype, operands: Sequence[torch.dtype]) -> RowSource:
-    """Those of a program, for these types of the sum and of the operands.
+    """Returns the parts of a kernel of a program, for these types of the sum and of the operands.
 
     What is of half precision is computed in float32 and rounded behind each step, as torch's operators do.
     """

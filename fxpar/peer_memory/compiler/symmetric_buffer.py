@@ -36,7 +36,7 @@ BUFFERS, STAGES = 64, 2
 
 
 def rounded(size: int) -> int:
-    """The bytes of an area for `size` bytes."""
+    """Returns the bytes of an area for `size` bytes."""
     return -(-size // _GRAIN) * _GRAIN
 
 
@@ -65,11 +65,11 @@ class SymmetricBuffer(ABC):
 
     @property
     def others(self) -> list[int]:
-        """The other ranks, from the next one on: no two ranks write to one at the same time."""
+        """Returns the other ranks, from the next one on: no two ranks write to one at the same time."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def areas(self, buffer: int, size: int) -> Sequence[Tensor]:
-        """The areas of all ranks, in order, each uint8[at least size].
+        """Returns the areas of all ranks, in order, each uint8[at least size].
 
         New ones are a collective call: all ranks ask for the same sizes in the same order. Smaller ones are kept,
         since captured graphs hold their addresses.
@@ -86,7 +86,7 @@ class SymmetricBuffer(ABC):
         return areas
 
     def whole(self, rank: int, buffer: int, like: Tensor) -> Tensor:
-        """The begin of a rank's area, as a tensor like another, which is contiguous."""
+        """Returns the begin of a rank's area, as a tensor like another, which is contiguous."""
         key = rank, buffer, like.shape, like.dtype
         if key not in self._views:  # made once: a step asks for each a hundred times
             area = self.areas(buffer, like.nbytes)[rank]
@@ -113,17 +113,17 @@ class SymmetricBuffer(ABC):
         self.ended()
 
     def flag(self, buffer: int, stage: int, sender: int) -> int:
-        """The place of a flag among those of a rank."""
+        """Returns the place of a flag among those of a rank."""
         return (buffer * STAGES + stage) * self.size + sender
 
     @property
     def flags(self) -> int:
-        """How many flags a rank has."""
+        """Returns how many flags a rank has."""
         return BUFFERS * STAGES * self.size
 
     @abstractmethod
     def _create(self, size: int) -> Sequence[Tensor]:
-        """New areas of all ranks, uint8[size]. A collective call."""
+        """Returns new areas of all ranks, uint8[size]. A collective call."""
 
     def copy(self, area: Tensor, begin: int, block: Tensor) -> None:
         """Writes a contiguous tensor into an area, from some byte on; called in `beside`."""
@@ -150,7 +150,7 @@ class SymmetricBuffer(ABC):
         """What is computed next waits for the flags of all other ranks here, and takes them down."""
 
     def total(self, buffer: int, x: Tensor, is_sent: bool = False) -> Tensor:
-        """The sum of the ranks' tensors x [rows, width], in new memory.
+        """Returns the sum of the ranks' tensors x [rows, width], in new memory.
 
         Args:
             is_sent: whether `send_blocks` sent this one, of more than two ranks; else nothing is computed beside it.
@@ -173,7 +173,7 @@ class SymmetricBuffer(ABC):
     def rows_of_total(
         self, buffer: int, x: Tensor, text: str, operands: Sequence[Tensor], is_sent: bool = False
     ) -> list[Tensor]:
-        """What a `RowProgram` gives of that sum.
+        """Returns what a `RowProgram` gives of that sum.
 
         Args:
             x: [rows, width].
@@ -188,7 +188,7 @@ class SymmetricBuffer(ABC):
         return expanded(self, buffer, x, chosen, per_rank)
 
     def summed(self, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
-        """The sums of what the ranks made of this one's tokens (as there)."""
+        """Returns the sums of what the ranks made of this one's tokens (as there)."""
         return summed(self, buffer, x, chosen, per_rank)
 
     def poison(self, buffer: int, x: Tensor) -> None:
@@ -290,17 +290,17 @@ class RowBlocks:
 
     @property
     def block(self) -> int:
-        """Rows of each rank, but for the last ones, which may have fewer or none."""
+        """Returns rows of each rank, but for the last ones, which may have fewer or none."""
         return -(-self.rows // self.ranks)
 
     @property
     def stride(self) -> int:
-        """Bytes from slot to slot."""
+        """Returns bytes from slot to slot."""
         return -(-self.block * self.row_bytes // _SLOT_GRAIN) * _SLOT_GRAIN
 
     @property
     def sums(self) -> int:
-        """The byte where the sum begins."""
+        """Returns the byte where the sum begins."""
         return self.stride * self.ranks
 
     @property
@@ -309,17 +309,18 @@ class RowBlocks:
         return self.sums + self.rows * self.row_bytes
 
     def owned(self, rank: int) -> slice:
-        """The rows of a rank."""
+        """Returns the rows of a rank."""
         return slice(min(rank * self.block, self.rows), min((rank + 1) * self.block, self.rows))
 
 
 def slot(area: Tensor, begin: int, like: Tensor) -> Tensor:
-    """Memory of an area, from some byte on, as a one-dimensional tensor of the bytes and the type of another."""
+    """Returns memory of an area, from some byte on, as a one-dimensional tensor of the bytes and the type of
+    another."""
     return area[begin : begin + like.nbytes].view(like.dtype)
 
 
 def row_blocks(x: Tensor, ranks: int) -> RowBlocks:
-    """Those of x [rows, width]."""
+    """Returns the blocks of x [rows, width]."""
     return RowBlocks(x.shape[0], x.shape[1] * x.itemsize, ranks)
 
 
@@ -333,7 +334,7 @@ def send_blocks(line: SymmetricBuffer, buffer: int, x: Tensor) -> None:
 
 
 def sum_of_blocks(line: SymmetricBuffer, buffer: int, x: Tensor) -> Tensor:
-    """The sum of what all ranks sent by `send_blocks`, in new memory."""
+    """Returns the sum of what all ranks sent by `send_blocks`, in new memory."""
     blocks = row_blocks(x, line.size)
     areas = line.areas(buffer, blocks.bytes)
     line.wait(buffer, 0)
@@ -353,7 +354,7 @@ def sum_of_blocks(line: SymmetricBuffer, buffer: int, x: Tensor) -> Tensor:
 
 
 def added(parts: Sequence[Tensor]) -> Tensor:
-    """The sum in rank order, of half precision in float32, in new memory."""
+    """Returns the sum in rank order, of half precision in float32, in new memory."""
     if len(parts) == 2:  # one rounding, and the same on both ranks
         return parts[0] + parts[1]
     kind = parts[0].dtype
@@ -377,12 +378,12 @@ def needs(chosen: Tensor, per_rank: int, rank: int | Tensor) -> Tensor:
 
 
 def slot_stride(like: Tensor) -> int:
-    """Bytes of an area from the slot of a rank to that of the next one, each for rows like [t, f]."""
+    """Returns bytes of an area from the slot of a rank to that of the next one, each for rows like [t, f]."""
     return -(-like.nbytes // _SLOT_GRAIN) * _SLOT_GRAIN
 
 
 def expanded(line: SymmetricBuffer, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
-    """What this rank needs of the tokens of all.
+    """Returns what this rank needs of the tokens of all.
 
     Args:
         x: [t, f], contiguous: its own tokens.
@@ -403,7 +404,8 @@ def expanded(line: SymmetricBuffer, buffer: int, x: Tensor, chosen: Tensor, per_
 
 
 def summed(line: SymmetricBuffer, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
-    """The sum of what the ranks made of this one's tokens, each of those that it needed, in the order of the ranks.
+    """Returns the sum of what the ranks made of this one's tokens, each of those that it needed, in the order of the
+    ranks.
 
     Args:
         x: [n, t, f], contiguous: what this rank made of the tokens of all.
@@ -430,12 +432,12 @@ def copy_rows(there: Tensor, rows: Tensor, needed: Tensor) -> None:
 
 
 def _part(area: Tensor, begin: int, like: Tensor) -> Tensor:
-    """A slot, as memory like another tensor."""
+    """Returns a slot, as memory like another tensor."""
     return slot(area, begin, like).view(like.shape)
 
 
 def _only(rows: Tensor, needed: Tensor) -> Tensor:
-    """The rows that are needed, and zeros: what stands in the place of others may be anything."""
+    """Returns the rows that are needed, and zeros: what stands in the place of others may be anything."""
     return torch.where(needed.unsqueeze(-1), rows, rows.new_zeros(()))
 
 
@@ -473,7 +475,7 @@ class CpuSymmetricBuffer(SymmetricBuffer):
         return [torch.frombuffer(memory, dtype=torch.uint8) for memory in self._shared(size)]
 
     def _shared(self, size: int) -> list[mmap.mmap]:
-        """Memory of each rank that all ranks map.
+        """Returns memory of each rank that all ranks map.
 
         Raises:
             RankError: a rank is on another machine.
@@ -553,6 +555,6 @@ class CpuSymmetricBuffer(SymmetricBuffer):
 
 
 def machine() -> str:
-    """The same for processes that see each other's memory."""
+    """Returns a text that is the same for processes that see each other's memory."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"

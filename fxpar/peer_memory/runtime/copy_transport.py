@@ -167,7 +167,7 @@ class _Marks:
 
 
 def _place(device: torch.device) -> dict[str, Any]:
-    """The machine, and of a GPU which one it is, and which others it reaches, by their identifiers."""
+    """Returns the machine, and of a GPU which one it is, and which others it reaches, by their identifiers."""
     if device.type != "cuda":
         return {"machine": machine()}
     seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
@@ -177,7 +177,7 @@ def _place(device: torch.device) -> dict[str, Any]:
 
 
 def why_not_copy(groups: Iterable[Sequence[int]], places: Sequence[Mapping[str, Any]], asked: bool) -> str:
-    """Why the ranks of some of these groups cannot copy, or had better not; empty where all do.
+    """Returns why the ranks of some of these groups cannot copy, or had better not; empty where all do.
 
     Args:
         places: of all ranks, in order: `machine`, and of GPUs `gpu`, which others it `reaches`, and whether there is
@@ -210,7 +210,7 @@ class Event(Protocol):
     """A place in the work of a device."""
 
     def query(self) -> bool:
-        """Whether the device has come there."""
+        """Returns whether the device has come there."""
 
 
 class Board(Protocol):
@@ -220,7 +220,7 @@ class Board(Protocol):
         """Leaves this rank's sign: calls that it has begun, and how often it has looked."""
 
     def posted(self) -> Sequence[tuple[int, int] | None]:
-        """The signs of all ranks, in order."""
+        """Returns the signs of all ranks, in order."""
 
 
 @dataclass

@@ -177,7 +177,7 @@ class GpuSymmetricBuffer(SymmetricBuffer):
         return self.whole(other, buffer, x), self.whole(self.rank, buffer, x), flags[other], flags[self.rank]
 
     def _kernel_flags(self, buffer: int) -> Sequence[Tensor]:
-        """Those of all ranks that kernels raise, int32[FLAGS] each."""
+        """Returns the flags of all ranks that kernels raise, int32[FLAGS] each."""
         from fxpar.peer_memory.runtime.push_kernels import FLAGS
 
         if buffer not in self._flags:
@@ -256,7 +256,7 @@ class _Operation(ctypes.Structure):
 
 @cache
 def _driver() -> Any:
-    """The driver.
+    """Returns the driver.
 
     Raises:
         OSError: there is none.
@@ -331,13 +331,13 @@ _KNOWN: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
 def raw_stream(device: torch.device) -> int:
-    """The handle of a GPU's current stream; the device has a number."""
+    """Returns the handle of a GPU's current stream; the device has a number."""
     handle: int = torch._C._cuda_getCurrentRawStream(device.index)
     return handle
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """A GPU's current stream; the device has a number."""
+    """Returns a GPU's current stream; the device has a number."""
     key = device.index, raw_stream(device)
     if key not in _KNOWN:
         _KNOWN[key] = torch.cuda.current_stream(device)

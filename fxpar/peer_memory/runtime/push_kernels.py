@@ -105,7 +105,7 @@ def _push_sum_kernel(  # type: ignore[no-untyped-def]
 def push_sum(
     x: Tensor, there: Tensor, here: Tensor, flags_there: Tensor, flags_here: Tensor, stop: Sequence[Tensor]
 ) -> Tensor:
-    """The sum of this rank's tensor and the other's, the same bits on both.
+    """Returns the sum of this rank's tensor and the other's, the same bits on both.
 
     Args:
         x: [n], contiguous.
@@ -194,7 +194,7 @@ def push_rows(
     stop: Sequence[Tensor],
     operands: Sequence[Tensor],
 ) -> list[Tensor]:
-    """What the program gives of the sum of this rank's tensor and the other's, the same bits on both.
+    """Returns what the program gives of the sum of this rank's tensor and the other's, the same bits on both.
 
     Args:
         text: of a `RowProgram`.
@@ -240,7 +240,7 @@ def _kernel(text: str, total: torch.dtype, operands: tuple[torch.dtype, ...]) ->
 
 
 def source(program: RowProgram, total: torch.dtype, operands: Sequence[torch.dtype]) -> str:
-    """The kernel of a program, for these types of the sum and of the operands."""
+    """Returns the kernel of a program, for these types of the sum and of the operands."""
     row_code = row_source(program, total, operands)
     pointers, loads, body = parameters(row_code.pointers), indented(row_code.loads, 16), indented(row_code.body, 16)
     return _KERNEL.format(pointers=pointers, loads=loads, body=body)
@@ -337,7 +337,7 @@ def push_blocks(
     operands: Sequence[Tensor],
     is_sent: bool,
 ) -> list[Tensor]:
-    """What the program gives of the sum of all ranks' tensors, the same bits on all.
+    """Returns what the program gives of the sum of all ranks' tensors, the same bits on all.
 
     Args:
         text: of a `RowProgram`.
@@ -411,7 +411,7 @@ def _source(program: RowProgram, kind: _KernelKey) -> str:
 
 
 def _sent(kind: _KernelKey, others: Sequence[int]) -> str:
-    """The programs that send to owners."""
+    """Returns the programs that send to owners."""
     stores = []
     for owner in others:
         first = f"({owner} * block_rows + begin)"
@@ -435,7 +435,7 @@ def _awaited(kind: _KernelKey, others: Sequence[int]) -> list[str]:
 
 
 def _part(sender: int, rank: int) -> str:
-    """What a rank has of a row that this one owns."""
+    """Returns what a rank has of a row that this one owns."""
     if sender == rank:
         return f"part{rank} = own"
     place = f"area{rank}_ptr + at{_slot(sender)}"

@@ -193,7 +193,7 @@ def _kernel(way: str, size: int, rank: int, dtype: torch.dtype) -> Any:
 
 
 def source(way: str, size: int, rank: int, dtype: torch.dtype) -> str:
-    """The kernel that expands, or that sums, on a rank of so many."""
+    """Returns the kernel that expands, or that sums, on a rank of so many."""
     others = [(rank + step) % size for step in range(1, size)]  # at no time do two ranks begin with the same one
     areas = parameters([f"area{i}_ptr" for i in range(size)])
     head = _HEAD.format(areas=areas, flags=parameters([f"flags{i}_ptr" for i in range(size)]))
@@ -248,7 +248,7 @@ def _summing(others: Sequence[int], size: int, rank: int, dtype: torch.dtype) ->
 
 
 def _needs(ranks: Sequence[int]) -> list[str]:
-    """Whether each of the ranks needs a token."""
+    """Returns whether each of the ranks needs a token."""
     return [f"needs{i} = tl.max((holder == {i}).to(tl.int32), axis=1) > 0" for i in ranks]
 
 
