@@ -31,7 +31,7 @@ from fxpar.runtime.training import RATE, takes_tensors
 
 
 def _state_of(options: StepOptions) -> Hashable:
-    """Equal where a recorded step does the same."""
+    """Returns what is equal where a recorded step does the same."""
     scaler = options.scaler
     scale = None if scaler is None or scaler._scale is None else scaler._scale.data_ptr()
     stepped = None if options.optimizer is None else state_of(options.optimizer)
@@ -125,7 +125,7 @@ class Iteration:
 
     @property
     def graphs(self) -> int:
-        """How many there are."""
+        """Returns how many graphs there are."""
         return int(self._recording is not None)
 
     def __call__(self, calls: Sequence[BoundBatch], moving: Sequence[Sequence[str]], run: Run) -> StepResult:
@@ -212,7 +212,8 @@ def check_optimizer(optimizer: Any, device: torch.device) -> None:
 
 
 def state_of(optimizer: Optimizer) -> Hashable:
-    """Equal where a recorded step does the same: numbers but rates, and where parameters and state are."""
+    """Returns what is equal where a recorded step does the same: numbers but rates, and where parameters and state
+    are."""
     groups = []
     for group in optimizer.param_groups:
         numbers = tuple((k, v) for k, v in sorted(group.items()) if k not in ("params", RATE, "initial_lr"))

@@ -108,7 +108,7 @@ class Replayed:
 
     @property
     def reads(self) -> list[Tensor]:
-        """What is read between graphs."""
+        """Returns what is read between graphs."""
         between = (piece for piece in self._pieces if isinstance(piece, _Between))
         return [operand for piece in between for operand in piece.operands if isinstance(operand, Tensor)]
 
@@ -163,7 +163,7 @@ class GraphedStep:
 
     @property
     def graphs(self) -> int:
-        """How many there are."""
+        """Returns how many graphs there are."""
         return sum(len(part.graphs) for part in (self._forward, self._backward) if part is not None)
 
     def forward(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], Values]:
@@ -248,7 +248,8 @@ class Noting:
 
 
 def copied(gradients: Mapping[str, Tensor], placed: Sequence[Tensor]) -> dict[str, Tensor]:
-    """What a recorded backward gives: of what is placed the places; copies of all else, which hooks may keep."""
+    """Returns what a recorded backward gives: of what is placed the places; copies of all else, which hooks may
+    keep."""
     placed_ids = {id(value) for value in placed}
     return {name: value if id(value) in placed_ids else value.clone() for name, value in gradients.items()}
 
@@ -270,11 +271,11 @@ class GraphedForward:
 
     @property
     def graphs(self) -> int:
-        """How many there are."""
+        """Returns how many graphs there are."""
         return len(self._replayed.graphs) if self._replayed is not None else 0
 
     def __call__(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """The outputs by name."""
+        """Returns the outputs by name."""
         if self._replayed is None:
             # Of what is made in inference mode nothing could be written outside of it.
             with torch.inference_mode(False), torch.no_grad():
@@ -427,7 +428,7 @@ def refuse_uncaptured(step: LoweredStep) -> None:
 
 
 def key_of(values: Mapping[str, Any], inputs: Collection[str]) -> tuple[Hashable, Hashable]:
-    """Shapes of what is copied in, and addresses and strides of all else."""
+    """Returns shapes of what is copied in, and addresses and strides of all else."""
     shapes = tuple((name, tuple(values[name].shape), values[name].dtype) for name in inputs)
     rest = [value for name, value in values.items() if name not in inputs]
     # Strides too: a transposed view has the address of its base, and a graph would read it in the wrong order.

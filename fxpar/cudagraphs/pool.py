@@ -81,7 +81,7 @@ class OneFlight:
 
     @property
     def flight(self) -> Flight | None:
-        """What is in it."""
+        """Returns what is in it."""
         return None if self._flight is None else self._flight()
 
     @flight.setter
@@ -134,7 +134,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def new_pool(device: torch.device) -> Pool:
-    """An empty one."""
+    """Returns an empty pool."""
     if device.type == "cuda":
         return CudaPool(device)
     return StandInPool()
@@ -227,7 +227,8 @@ class Tape:
         return outputs
 
     def _own(self, value: Tensor) -> Tensor:
-        """What a call takes: of the tensors of others a view, so that it is seen whether anyone else keeps them."""
+        """Returns what a call takes: of the tensors of others a view, so that it is seen whether anyone else keeps
+        them."""
         if _number(value) in self.writes:
             return value
         geometry = tuple(value.shape), value.stride(), value.storage_offset(), value.dtype
@@ -327,7 +328,7 @@ class StandInPool(OneFlight):
 
     @property
     def own(self) -> set[int]:
-        """Numbers of the storages that tapes have written."""
+        """Returns numbers of the storages that tapes have written."""
         return {number for tape in self.tapes for number in tape.writes}
 
     def scramble(self, static: Iterable[Tensor], later: Iterable[Any], live: Iterable[Tensor]) -> None:

@@ -31,7 +31,7 @@ class _StepFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, owner: EngineStep, handle: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The outputs; `handle` is what autograd asks a gradient of."""
+        """Returns the outputs; `handle` is what autograd asks a gradient of."""
         outputs, ctx.own = owner.calls.forward(owner.values | dict(zip(owner.inputs, inputs, strict=True)), owner.sizes)
         ctx.owner = owner
         return tuple(outputs[name] for name in owner.outputs)
@@ -55,7 +55,7 @@ class _StepModule(nn.Module):
         self._owner = owner
 
     def forward(self, handle: Tensor, *inputs: Tensor) -> Any:
-        """The outputs."""
+        """Returns the outputs."""
         return _StepFunction.apply(self._owner, handle, *inputs)  # type: ignore[no-untyped-call]
 
 
@@ -86,7 +86,7 @@ class EngineStep:
 
     @property
     def graphs(self) -> int:
-        """How many there are."""
+        """Returns how many graphs there are."""
         return 0 if self._graphed is None else 2
 
     def forward(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], Values]:
