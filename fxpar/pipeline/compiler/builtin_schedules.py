@@ -50,20 +50,20 @@ class _ScheduleSizes:
 
     @cached_property
     def forwards(self) -> list[_Cell]:
-        """The table."""
+        """Returns the table."""
         groups = (range(start, min(start + self.n, self.m)) for start in range(0, self.m, self.n))
         return [(chunk, microbatch) for group in groups for chunk in range(self.v) for microbatch in group]
 
     @cached_property
     def backwards(self) -> list[_Cell]:
-        """The table with the chunks reversed."""
+        """Returns the table with the chunks reversed."""
         return [(self.v - 1 - chunk, microbatch) for chunk, microbatch in self.forwards]
 
 
 def build_schedule(
     name: str, *, pp: int, microbatches: int, virtual_stages: int = 1, group_size: int | None = None
 ) -> Schedule:
-    """The schedule of that name; unverified.
+    """Returns the schedule of that name; unverified.
 
     - `gpipe`: all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965); with several chunks, chunk by
       chunk.
@@ -109,8 +109,8 @@ def build_schedule(
 
 
 def group_sizes(pp: int, microbatches: int) -> list[int]:
-    """The group sizes that a schedule of several chunks can have, ascending (SPEC section 3): p ≤ N ≤ M, and the last
-    group is whole or not smaller than p."""
+    """Returns the group sizes that a schedule of several chunks can have, ascending (SPEC section 3): p ≤ N ≤ M, and
+    the last group is whole or not smaller than p."""
     every = range(pp, microbatches + 1)
     return [size for size in every if microbatches % size == 0 or microbatches % size >= pp]
 
@@ -162,7 +162,7 @@ def _gpipe(sizes: _ScheduleSizes, rank: int) -> _Made:
 
 
 def _one_forward_one_backward(sizes: _ScheduleSizes, rank: int) -> _Made:
-    """A rank is ahead by as many forwards as lie between its first forward and the gradient that comes back."""
+    """Returns the order of a rank, ahead by the forwards between its first one and the gradient that comes back."""
     behind = sizes.p - 1 - rank
     ahead = behind if sizes.v == 1 else 2 * behind + (sizes.v - 1) * sizes.n
     return _alternating(sizes, min(ahead, sizes.m * sizes.v))
@@ -175,7 +175,7 @@ def _zb_h1(sizes: _ScheduleSizes, rank: int) -> _Made:
 
 
 def _alternating(sizes: _ScheduleSizes, warmup: int, behind: int | None = None) -> tuple[list[_Step], int]:
-    """The warmup, then one forward and one backward, then the rest of the backwards (the cooldown).
+    """Returns the warmup, then one forward and one backward, then the rest of the backwards (the cooldown).
 
     Args:
         sizes: of the schedule.
@@ -251,7 +251,7 @@ _GROUPED = ("1f1b", *_BOUND, "forward_only")
 
 
 def schedule_of(plan: Plan, microbatches: int) -> Schedule:
-    """The plan's schedule of a step of so many microbatches; one that does not run is refused.
+    """Returns the plan's schedule of a step of so many microbatches; one that does not run is refused.
 
     Raises:
         ScheduleError: there is none for them, or it does not run.
@@ -276,7 +276,7 @@ def rank_of(plan: Plan) -> tuple[int, ...]:
 
 
 def own_stages(plan: Plan, place: int) -> tuple[int, ...]:
-    """The stages of the rank at a place of the pipeline, in order; none without a pipeline."""
+    """Returns the stages of the rank at a place of the pipeline, in order; none without a pipeline."""
     if plan.pp == 1:
         return ()
     return schedule_of(plan, plan.microbatches).stages_of(place)

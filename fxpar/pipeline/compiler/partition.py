@@ -43,7 +43,7 @@ class UnitCosts:
 
 
 def best_cuts(units: UnitCosts, ranks: int, virtual: int, fixed: Mapping[int, int]) -> tuple[int, ...]:
-    """The places of the cuts, ascending; `ranks · virtual` stages.
+    """Returns the places of the cuts, ascending; `ranks · virtual` stages.
 
     Args:
         units: at least as many as stages.
@@ -78,7 +78,7 @@ class Goals:
 
 
 def goals_of(units: UnitCosts, ranks: int, cuts: Sequence[int]) -> Goals:
-    """What some cuts reach."""
+    """Returns what some cuts reach."""
     cutting = _Cutting(units, ranks, len(cuts) + 1, {})
     ends = stage_ends(cuts, len(units.seconds))
     stages = tuple((cutting.length(i, a, b), cutting.bytes(i, a, b)) for i, (a, b) in enumerate(ends))
@@ -107,7 +107,7 @@ class _Cutting:
         self._seconds, self._held, self._kept = ([0.0, *accumulate(values)] for values in sums)
 
     def length(self, stage: int, start: int, end: int) -> float:
-        """Seconds of a microbatch: what is computed, received and sent."""
+        """Returns seconds of a microbatch: what is computed, received and sent."""
         sent = self._units.send[end] if end < self._count else 0.0
         return self._seconds[end] - self._seconds[start] + self._units.send[start] + sent
 
@@ -117,19 +117,19 @@ class _Cutting:
         return self._held[end] - self._held[start] + in_flight * (self._kept[end] - self._kept[start])
 
     def crossing(self, stage: int, start: int, end: int) -> float:
-        """Bytes that the stage receives."""
+        """Returns bytes that the stage receives."""
         return self._units.crossing[start]
 
     def least(
         self, measure: Measure, join: Callable[[float, float], float], within: Sequence[tuple[Measure, float]] = ()
     ) -> float:
-        """The least of a measure, joined over all stages, where others stay within bounds."""
+        """Returns the least of a measure, joined over all stages, where others stay within bounds."""
         return self._table(measure, join, within)[-1][self._count][0]
 
     def best(
         self, measure: Measure, join: Callable[[float, float], float], within: Sequence[tuple[Measure, float]]
     ) -> tuple[int, ...]:
-        """The cuts of `least`; of several the earliest."""
+        """Returns the cuts of `least`; of several the earliest."""
         table = self._table(measure, join, within)
         place, cuts = self._count, []
         for stage in range(self._stages - 1, 0, -1):
@@ -160,7 +160,7 @@ class _Cutting:
         return rows
 
     def _ends(self, stage: int) -> Sequence[int]:
-        """Where a stage may end, so that those behind it have a unit each."""
+        """Returns where a stage may end, so that those behind it have a unit each."""
         if stage == self._stages - 1:
             return (self._count,)
         if stage + 1 in self._fixed:
@@ -169,7 +169,7 @@ class _Cutting:
 
 
 def stage_ends(cuts: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """Where each stage begins and ends."""
+    """Returns where each stage begins and ends."""
     return list(pairwise((0, *cuts, count)))
 
 
@@ -193,7 +193,7 @@ class StageChoice:
 
 
 def choose_stages(program: Program) -> StageChoice:
-    """The stages that the plan asks for; what it does not say is chosen.
+    """Returns the stages that the plan asks for; what it does not say is chosen.
 
     Raises:
         InputError: there are fewer places than stages need, or the plan's cannot be.
@@ -235,7 +235,7 @@ def choose_stages(program: Program) -> StageChoice:
 
 
 def _units(forward: Divisible, bounds: Sequence[int]) -> UnitCosts:
-    """What stands between two neighbouring places."""
+    """Returns what stands between two neighbouring places."""
     cost = forward.program.plan.cost.on(("pp",))
     spans = list(pairwise(bounds))
     crossing = [forward.live[place] for place in bounds[:-1]]
@@ -287,7 +287,8 @@ def _beginning(forward: Divisible, name: str) -> int:
 
 
 def cuts_as_held(forward: Divisible, holders: Mapping[str, tuple[int, ...]]) -> list[int]:
-    """The places at which parameters come to be on the stages that hold them; of several those that least crosses.
+    """Returns the places at which parameters come to be on the stages that hold them; of several those that least
+    crosses.
 
     Raises:
         InputError: an operation reads parameters of different stages, or one of an earlier stage than is due.
@@ -390,7 +391,7 @@ def explain_cut(program: Program, stage: int) -> CutExplanation:
 
 
 def _because(explanation: CutExplanation, reason: str, runner_up: str, other: Goals | None) -> CutExplanation:
-    """The explanation with a reason."""
+    """Returns the explanation with a reason."""
     return dataclasses.replace(explanation, reason=reason, runner_up=runner_up, other=other)
 
 

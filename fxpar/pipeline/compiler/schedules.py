@@ -65,7 +65,7 @@ _DERIVED = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUC
 
 
 def parse_action(word: str, where: str) -> Action:
-    """The action of a word.
+    """Returns the action of a word.
 
     Args:
         word: stage, letter and microbatch: `2F0`.
@@ -102,12 +102,12 @@ class Style(StrEnum):
     V = "v"
 
     def stage(self, rank: int, chunk: int, pp: int) -> int:
-        """The stage that is a rank's chunk."""
+        """Returns the stage that is a rank's chunk."""
         back = self is Style.V and chunk % 2 == 1
         return chunk * pp + (pp - 1 - rank if back else rank)
 
     def rank(self, stage: int, pp: int) -> int:
-        """The rank that holds a stage."""
+        """Returns the rank that holds a stage."""
         chunk, place = divmod(stage, pp)
         return pp - 1 - place if self is Style.V and chunk % 2 == 1 else place
 
@@ -150,22 +150,22 @@ class Schedule:
         return tuple(self.style.rank(stage, self.pp) for stage in range(self.stages))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, by chunk."""
+        """Returns the stages that a rank holds, by chunk."""
         return tuple(self.style.stage(rank, chunk, self.pp) for chunk in range(self.virtual_stages))
 
     @cached_property
     def split_backward(self) -> bool:
-        """Whether some backward is run in two parts: its input part and, later, its weight part."""
+        """Returns whether some backward is run in two parts: its input part and, later, its weight part."""
         return any(action.phase is Phase.BACKWARD_INPUT for actions in self.ranks for action in actions)
 
     @cached_property
     def forward_only(self) -> bool:
-        """Whether there is no backward at all, as in evaluation."""
+        """Returns whether there is no backward at all, as in evaluation."""
         return all(action.phase is Phase.FORWARD for actions in self.ranks for action in actions)
 
 
 def leading_forwards(actions: tuple[Action, ...]) -> int:
-    """The warmup of a rank, read off its order: the forwards before the one that its first backward follows.
+    """Returns the warmup of a rank, read off its order: the forwards before the one that its first backward follows.
 
     Where all forwards come before all backwards, these are all of them.
     """
@@ -198,7 +198,7 @@ def refuse_many(pp: int, virtual_stages: int, microbatches: int, where: str) -> 
 
 
 def print_schedule(schedule: Schedule) -> str:
-    """The text of a schedule; `parse_schedule` reads it."""
+    """Returns the text of a schedule; `parse_schedule` reads it."""
     return "".join(f"{','.join(map(str, actions))}\n" for actions in schedule.ranks)
 
 
@@ -210,7 +210,7 @@ def parse_schedule(
     virtual_stages: int | None = None,
     microbatches: int | None = None,
 ) -> Schedule:
-    """The schedule of a text; unverified.
+    """Returns the schedule of a text; unverified.
 
     Args:
         text: a line for each rank.
@@ -251,7 +251,7 @@ def parse_schedule(
 def read_schedule(
     path: Path, *, pp: int | None = None, virtual_stages: int | None = None, microbatches: int | None = None
 ) -> Schedule:
-    """The schedule of a file; unverified.
+    """Returns the schedule of a file; unverified.
 
     Raises:
         ScheduleError: the file cannot be read, or as `parse_schedule`.
@@ -271,7 +271,7 @@ def _check_number(where: str, what: str, count: int, requested: int | None, reme
 
 
 def _style(ranks: list[tuple[Action, ...]], virtual_stages: int) -> Style:
-    """The style that most actions follow: what does not follow it is a fault of the schedule."""
+    """Returns the style that most actions follow: what does not follow it is a fault of the schedule."""
     pp, stages = len(ranks), len(ranks) * virtual_stages
 
     def followed(style: Style) -> int:
@@ -285,7 +285,7 @@ def _style(ranks: list[tuple[Action, ...]], virtual_stages: int) -> Style:
 
 
 def order_array(schedule: Schedule, rank: int) -> list[int | float]:
-    """The order of a rank as an array.
+    """Returns the order of a rank as an array.
 
     Raises:
         ScheduleError: microbatches of a chunk do not ascend, which an array cannot say.
@@ -310,7 +310,7 @@ def order_array(schedule: Schedule, rank: int) -> list[int | float]:
 def from_arrays(
     arrays: Sequence[Sequence[int | float]], *, virtual_stages: int, microbatches: int, style: Style = Style.LOOP
 ) -> Schedule:
-    """The schedule of which these are the orders; unverified.
+    """Returns the schedule of which these are the orders; unverified.
 
     Args:
         arrays: for each rank its order.

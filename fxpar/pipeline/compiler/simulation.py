@@ -28,7 +28,7 @@ _Positions = dict[tuple[int, Phase, int], int]
 
 
 def place(rank: int, position: int, action: Action) -> str:
-    """Where an action stands: positions count from 0, idle time left out."""
+    """Returns where an action stands: positions count from 0, idle time left out."""
     return f"rank {rank}, position {position} ({action})"
 
 
@@ -51,7 +51,7 @@ def check_structure(schedule: Schedule) -> None:
 
 
 def _positions(schedule: Schedule, rank: int) -> _Positions:
-    """Where each action of a rank stands."""
+    """Returns where each action of a rank stands."""
     stages, microbatches, rank_of = schedule.stages, schedule.microbatches, schedule.rank_of
     positions: _Positions = {}
     for position, action in enumerate(schedule.ranks[rank]):
@@ -189,13 +189,13 @@ class Message(NamedTuple):
 
 
 def received(schedule: Schedule, action: Action) -> Message | None:
-    """What the action takes from another rank before it runs; None where it needs nothing of one."""
+    """Returns what the action takes from another rank before it runs; None where it needs nothing of one."""
     sender = action.stage - 1 if action.phase is F else action.stage + 1
     return _message(schedule, action, sender, action.stage)
 
 
 def sent(schedule: Schedule, action: Action) -> Message | None:
-    """What the action gives to another rank when it has run; None where nobody waits for it."""
+    """Returns what the action gives to another rank when it has run; None where nobody waits for it."""
     receiver = action.stage + 1 if action.phase is F else action.stage - 1
     return _message(schedule, action, action.stage, receiver)
 
@@ -209,7 +209,7 @@ def _message(schedule: Schedule, action: Action, sender: int, receiver: int) -> 
 
 
 def channel_of(schedule: Schedule, message: Message, channels: ChannelGrouping = ChannelGrouping.BY_KIND) -> Channel:
-    """The channel on which a message travels."""
+    """Returns the channel on which a message travels."""
     rank_of = schedule.rank_of
     kind = message.kind if channels is ChannelGrouping.BY_KIND else None
     return Channel(rank_of[message.sender], rank_of[message.receiver], kind)
@@ -242,7 +242,7 @@ class Costs:
                 )
 
     def of(self, phase: Phase) -> int:
-        """What a phase takes."""
+        """Returns what a phase takes."""
         whole = self.backward_input + self.backward_weight
         return {F: self.forward, B: whole, I: self.backward_input, W: self.backward_weight}[phase]
 
@@ -263,7 +263,7 @@ class Timeline:
 
     @property
     def end(self) -> int:
-        """When the last action ends."""
+        """Returns when the last action ends."""
         return max(ends[-1] for ends in self.ends)
 
 
@@ -323,7 +323,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def _circle(schedule: Schedule, positions: list[int]) -> ScheduleError:
-    """The error for ranks that wait for each other.
+    """Returns the error for ranks that wait for each other.
 
     Args:
         schedule: has all actions, so that what a rank waits for stands on another rank at or behind where that waits.
@@ -362,7 +362,7 @@ def _circle(schedule: Schedule, positions: list[int]) -> ScheduleError:
 
 
 def _producer(schedule: Schedule, message: Message) -> Action:
-    """The action that sends a message."""
+    """Returns the action that sends a message."""
     if message.kind is Kind.ACTIVATION:
         return Action(message.sender, F, message.microbatch)
     whole = Action(message.sender, B, message.microbatch)
@@ -407,7 +407,7 @@ class VerifiedSchedule:
 def verified(
     schedule: Schedule, *, costs: Costs | None = None, channels: ChannelGrouping = ChannelGrouping.BY_KIND
 ) -> VerifiedSchedule:
-    """The schedule with its proof.
+    """Returns the schedule with its proof.
 
     Args:
         schedule: any.
@@ -473,7 +473,7 @@ def _ends(schedule: Schedule, channels: ChannelGrouping) -> dict[Channel, _Ends]
 
 
 def _held(schedule: Schedule, rank: int) -> tuple[int, tuple[int, ...]]:
-    """Most activations that a rank holds, and most of each of its chunks."""
+    """Returns most activations that a rank holds, and most of each of its chunks."""
     if schedule.forward_only:
         return 1, (1,) * schedule.virtual_stages
     stages = schedule.stages_of(rank)

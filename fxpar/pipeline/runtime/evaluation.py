@@ -89,7 +89,7 @@ class Evaluation:
         values: Mapping[str, Any],
         before: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        """What a stage gives, after it has sent the next one its part."""
+        """Returns what a stage gives, after it has sent the next one its part."""
         _, steps = call.ready.stages[stage.number]
         assert steps is not None, "a rank runs its own stages alone"
         places = dict(zip(call.ready.lowered.places, call.places, strict=True))
@@ -112,7 +112,7 @@ class Evaluation:
         return self._channels.receive(Message(Kind.ACTIVATION, stage.number - 1, stage.number, 0), shapes)
 
     def _everywhere(self, call: BoundBatch, name: str, value: Tensor | None) -> Tensor:
-        """An output on all ranks of the pipeline, from the one whose stage computes it."""
+        """Returns an output on all ranks of the pipeline, from the one whose stage computes it."""
         stages = call.ready.stages.values()
         maker = self._rank_of[next(stage.number for stage, _ in stages if name in stage.program.outputs)]
         program = call.ready.program
@@ -127,7 +127,7 @@ class Evaluation:
 
 
 def part_of(program: Program, name: str, sizes: Mapping[str, int]) -> tuple[tuple[int, ...], torch.dtype]:
-    """What a rank has of a value: shape and type."""
+    """Returns what a rank has of a value: shape and type."""
     node = program.node(name)
     kind = note(node).type
     assert isinstance(kind, TensorType)
@@ -196,7 +196,8 @@ class Channels:
             self._sends.popleft()
 
     def receive(self, message: Message, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
-        """The parts of a message, of these shapes and types. On a GPU the stream waits for them, not the host."""
+        """Returns the parts of a message, of these shapes and types. On a GPU the stream waits for them, not the
+        host."""
         if not shapes:
             return []
         sender = self._schedule.rank_of[message.sender]
@@ -219,13 +220,13 @@ class Channels:
 
 
 def _pairs(schedule: Schedule, way: _Way) -> list[tuple[int, int]]:
-    """The ranks of a pipeline that send each other messages of a kind in a direction, senders first."""
+    """Returns the ranks of a pipeline that send each other messages of a kind in a direction, senders first."""
     kind, is_up = way
     neighbours = ((a, b) if kind is Kind.ACTIVATION else (b, a) for a, b in pairwise(schedule.rank_of) if a != b)
     return sorted({(sender, receiver) for sender, receiver in neighbours if (sender < receiver) == is_up})
 
 
 def _ways(schedule: Schedule) -> list[_Way]:
-    """The kinds and directions of the messages between neighbours, in one order on all ranks."""
+    """Returns the kinds and directions of the messages between neighbours, in one order on all ranks."""
     pairs = [(a, b) for a, b in pairwise(schedule.rank_of) if a != b]
     return sorted({(Kind.ACTIVATION, a < b) for a, b in pairs} | {(Kind.GRADIENT, b < a) for a, b in pairs})

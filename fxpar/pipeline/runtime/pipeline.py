@@ -60,7 +60,7 @@ class PipelineExecutor(Evaluation):
         )
 
     def schedule(self, microbatches: int) -> Schedule:
-        """That of a step of so many microbatches.
+        """Returns the schedule of a step of so many microbatches.
 
         Raises:
             ScheduleError: the plan's has no order for them.
@@ -150,7 +150,7 @@ class PipelineExecutor(Evaluation):
         run.gradients[stage] = gradients
 
     def _finished(self, run: _PipelineStep) -> dict[str, Tensor]:
-        """The gradients of what the microbatches have left: summed over data ranks, then over stages."""
+        """Returns the gradients of what the microbatches have left: summed over data ranks, then over stages."""
         call = run.calls[0]
         trained = {fqn for stage, _ in call.ready.stages.values() for fqn in stage.trained if fqn in call.leaves}
 
@@ -185,7 +185,8 @@ class PipelineExecutor(Evaluation):
         new.share(self._world, maker, like)
 
     def _loss(self, run: _PipelineStep, call: BoundBatch) -> tuple[Tensor, Tensor | None]:
-        """The loss of the step on all ranks; where gradients were weighed by counts, what they are multiplied by."""
+        """Returns the loss of the step on all ranks; where gradients were weighed by counts, what they are multiplied
+        by."""
         kind = tensor_type(call.compiled.program.output_nodes()[call.loss])
         is_counted = COUNT in call.compiled.program.outputs
         loss_and_factor = torch.ones(2, dtype=torch.float64, device=self._world.device)
@@ -299,7 +300,7 @@ class _PipelineStep:
         self._flying[action.stage, action.microbatch] = pending
 
     def _sources(self, action: Action, stage: Stage, steps: Steps) -> dict[str, Any]:
-        """What a stage takes besides what it receives."""
+        """Returns what a stage takes besides what it receives."""
         call = self._new.read(self.calls[action.microbatch])
         sources: dict[str, Any] = {}
         for entry in stage.program.inputs:
@@ -329,7 +330,7 @@ class _PipelineStep:
             self._give(action, Kind.GRADIENT, [gradients[name] for name in stage.returned.values()])
 
     def _share(self, microbatch: int, loss: Tensor) -> Tensor:
-        """The gradient of a microbatch's loss, of that of the step."""
+        """Returns the gradient of a microbatch's loss, of that of the step."""
         counted = self.counts.get(microbatch)
         count, adds = len(self.calls), self.calls[microbatch].adds
         share = torch.ones_like(loss)
@@ -412,7 +413,8 @@ class TiedStageParams:
     def summed(
         self, gradients: Mapping[str, Tensor], trained: Collection[str], zeros: Callable[[str], Tensor]
     ) -> dict[str, Tensor]:
-        """Gradients of this rank's parameters, of which those that others hold too are summed. A collective call.
+        """Returns gradients of this rank's parameters, of which those that others hold too are summed. A collective
+        call.
 
         Args:
             trained: names of the parameters to which some stage gives a gradient, the same on all ranks.
