@@ -45,7 +45,7 @@ class Side(Protocol):
         """The steps of what was handed over are queued; waits for one of those before."""
 
 
-class CudaSide:
+class _CudaSide:
     """A stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -57,7 +57,6 @@ class CudaSide:
         self._queued: deque[torch.cuda.Event] = deque()
 
     def begin(self, value: Tensor) -> Tensor:
-        """See `Side`."""
         if value.device.type != "cpu":
             # What made it is on the stream of the steps, and so is what will overwrite it, if anything does.
             return value.to(self._device, copy=True)
@@ -72,20 +71,17 @@ class CudaSide:
         return there
 
     def sent(self) -> tuple[torch.cuda.Event, list[Tensor]]:
-        """See `Side`."""
         self._until = torch.cuda.Event()
         self._until.record(self._stream)
         begun, self._begun = self._begun, []
         return self._until, begun
 
     def synchronize(self) -> None:
-        """See `Side`. It began one step ago, and waits for no step."""
         if self._read:
-            self._until.synchronize()
+            self._until.synchronize()  # it began one step ago, and waits for no step
             self._read.clear()
 
     def hand_over(self, sent: tuple[torch.cuda.Event, list[Tensor]]) -> None:
-        """See `Side`."""
         event, tensors = sent
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(event)
@@ -93,7 +89,6 @@ class CudaSide:
             tensor.record_stream(stream)
 
     def stepped(self) -> None:
-        """See `Side`."""
         event = torch.cuda.Event(blocking=True)  # the host sleeps, and leaves the CPU to who makes batches
         event.record(torch.cuda.current_stream(self._device))
         self._queued.append(event)
@@ -109,7 +104,7 @@ class _Late:
     value: Tensor
 
 
-class StandInSide:
+class _StandInSide:
     """Copies that read as late as they may, and arrive as late as they may."""
 
     def __init__(self) -> None:
@@ -117,31 +112,27 @@ class StandInSide:
         self._unread: list[_Late] = []
 
     def begin(self, value: Tensor) -> Tensor:
-        """See `Side`."""
         there = torch.empty_like(value, memory_format=torch.contiguous_format)
         poison(there)
         self._begun.append(_Late(there, value))
         return there
 
     def sent(self) -> list[_Late]:
-        """See `Side`."""
         begun, self._begun = self._begun, []
         self._unread += begun
         return begun
 
     def synchronize(self) -> None:
-        """See `Side`."""
         for late in self._unread:
             late.value = late.value.clone()
         self._unread.clear()
 
     def hand_over(self, sent: list[_Late]) -> None:
-        """See `Side`."""
         for late in sent:
             late.there.copy_(late.value)
 
     def stepped(self) -> None:
-        """See `Side`."""
+        pass
 
 
 def poison(value: Tensor) -> None:
@@ -152,27 +143,6 @@ def poison(value: Tensor) -> None:
 def storage_bytes(value: Tensor) -> Tensor:
     """Returns all of a tensor's storage."""
     return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
-
-
-def new_side(device: torch.device, is_graphed: bool) -> Side | None:
-    """Returns where batches are copied; None where they are there already.
-
-    Args:
-        is_graphed: with CUDA graphs, for which there is a stand-in on CPUs.
-    """
-    if device.type == "cuda":
-        return CudaSide(device)
-    if not is_graphed:
-        return None
-    return StandInSide()
-
-
-@dataclass(frozen=True)
-class _Read:
-    """A batch whose copy has begun."""
-
-    batch: Any
-    sent: Any
 
 
 class Prefetched:
@@ -187,15 +157,17 @@ class Prefetched:
 
     def __iter__(self) -> Iterator[Any]:
         """The batches."""
-        side, source = new_side(self._device, self._is_graphed), iter(self._batches)
-        return source if side is None else _ahead(source, side)
+        source = iter(self._batches)
+        if self._device.type == "cuda":
+            return _ahead(source, _CudaSide(self._device))
+        return _ahead(source, _StandInSide()) if self._is_graphed else source
 
 
 def _ahead(source: Iterator[Any], side: Side) -> Iterator[Any]:
     """Batches, each of which is handed over when the copy of the next one has begun."""
     present = _read(source, side)
     while present is not None:
-        following = None
+        (batch, sent), following = present, None
         try:
             following = _read(source, side)
         except (KeyboardInterrupt, SystemExit):
@@ -204,20 +176,20 @@ def _ahead(source: Iterator[Any], side: Side) -> Iterator[Any]:
         finally:
             # An error of the source's is one of the following batch, and is raised where that is asked for.
             if present is not None:
-                side.hand_over(present.sent)
-                yield present.batch
+                side.hand_over(sent)
+                yield batch
                 side.stepped()
         present = following
 
 
-def _read(source: Iterator[Any], side: Side) -> _Read | None:
-    """Returns the next batch, whose copy has begun; None at the end."""
+def _read(source: Iterator[Any], side: Side) -> tuple[Any, Any] | None:
+    """Returns the next batch, whose copy has begun, and what was sent of it; None at the end."""
     side.synchronize()
     batch = next(source, _END)
     if batch is _END:
         return None
     with torch.inference_mode(False):  # a batch may be read ahead in an evaluation, and trained on behind it
-        return _Read(_moved(batch, side.begin, {}), side.sent())
+        return _moved(batch, side.begin, {}), side.sent()
 
 
 def _moved(batch: Any, move: Callable[[Tensor], Tensor], known: dict[int, Tensor]) -> Any:
