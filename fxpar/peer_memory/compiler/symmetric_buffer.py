@@ -184,12 +184,49 @@ class SymmetricBuffer(ABC):
         return read(text).run(self.total(buffer, x, is_sent), operands)
 
     def expanded(self, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
-        """Of the tokens of all ranks those that this one needs: `expanded` of this file."""
-        return expanded(self, buffer, x, chosen, per_rank)
+        """Returns what this rank needs of the tokens of all.
+
+        Args:
+            x: [t, f], contiguous: its own tokens.
+
+        Returns:
+            [n, t, f], zero where it needs nothing.
+        """
+        sent = [(rank, x, needs(chosen[self.rank], per_rank, rank)) for rank in self.others]
+        came = self._exchanged(buffer, x, x, sent)
+        return torch.stack([_only(part, needs(chosen[r], per_rank, self.rank)) for r, part in enumerate(came)])
 
     def summed(self, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
-        """Returns the sums of what the ranks made of this one's tokens (as there)."""
-        return summed(self, buffer, x, chosen, per_rank)
+        """Returns the sum of what the ranks made of this one's tokens, of those that they needed, in their order.
+
+        Args:
+            x: [n, t, f], contiguous: what this rank made of the tokens of all.
+
+        Returns:
+            [t, f].
+        """
+        sent = [(rank, x[rank], needs(chosen[rank], per_rank, self.rank)) for rank in self.others]
+        came = self._exchanged(buffer, x, x[self.rank], sent)
+        return added([_only(part, needs(chosen[self.rank], per_rank, r)) for r, part in enumerate(came)])
+
+    def _exchanged(
+        self, buffer: int, x: Tensor, local: Tensor, sent: Sequence[tuple[int, Tensor, Tensor]]
+    ) -> list[Tensor]:
+        """Returns what each rank has for this one, in order, like its own [t, f].
+
+        Args:
+            x: is kept until all was sent.
+            sent: for each other rank its number, rows and which of them it needs.
+        """
+        stride = slot_stride(local)
+        areas = self.areas(buffer, stride * self.size)
+        with self.beside(buffer, x):
+            for rank, rows, needed in sent:
+                copy_rows(_part(areas[rank], stride * self.rank, local), rows, needed)
+                self.signal(rank, buffer, 0)
+        self.join(buffer)
+        self.wait(buffer, 0)
+        return [local if r == self.rank else _part(areas[self.rank], stride * r, local) for r in range(self.size)]
 
     def poison(self, buffer: int, x: Tensor) -> None:
         """Overwrites what came for the sum of x [rows, width], which was read."""
@@ -380,50 +417,6 @@ def needs(chosen: Tensor, per_rank: int, rank: int | Tensor) -> Tensor:
 def slot_stride(like: Tensor) -> int:
     """Returns bytes of an area from the slot of a rank to that of the next one, each for rows like [t, f]."""
     return -(-like.nbytes // _SLOT_GRAIN) * _SLOT_GRAIN
-
-
-def expanded(line: SymmetricBuffer, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
-    """Returns what this rank needs of the tokens of all.
-
-    Args:
-        x: [t, f], contiguous: its own tokens.
-
-    Returns:
-        [n, t, f], zero where it needs nothing.
-    """
-    stride = slot_stride(x)
-    areas = line.areas(buffer, stride * line.size)
-    with line.beside(buffer, x):
-        for rank in line.others:
-            copy_rows(_part(areas[rank], stride * line.rank, x), x, needs(chosen[line.rank], per_rank, rank))
-            line.signal(rank, buffer, 0)
-    line.join(buffer)
-    line.wait(buffer, 0)
-    came = [x if r == line.rank else _part(areas[line.rank], stride * r, x) for r in range(line.size)]
-    return torch.stack([_only(part, needs(chosen[r], per_rank, line.rank)) for r, part in enumerate(came)])
-
-
-def summed(line: SymmetricBuffer, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
-    """Returns the sum of what the ranks made of this one's tokens, each of those that it needed, in the order of the
-    ranks.
-
-    Args:
-        x: [n, t, f], contiguous: what this rank made of the tokens of all.
-
-    Returns:
-        [t, f].
-    """
-    like = x[line.rank]
-    stride = slot_stride(like)
-    areas = line.areas(buffer, stride * line.size)
-    with line.beside(buffer, x):
-        for rank in line.others:
-            copy_rows(_part(areas[rank], stride * line.rank, like), x[rank], needs(chosen[rank], per_rank, line.rank))
-            line.signal(rank, buffer, 0)
-    line.join(buffer)
-    line.wait(buffer, 0)
-    came = [like if r == line.rank else _part(areas[line.rank], stride * r, like) for r in range(line.size)]
-    return added([_only(part, needs(chosen[line.rank], per_rank, r)) for r, part in enumerate(came)])
 
 
 def copy_rows(there: Tensor, rows: Tensor, needed: Tensor) -> None:
