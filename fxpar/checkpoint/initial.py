@@ -362,11 +362,7 @@ def parts(
 
 
 def load(weights: RankTensors, checkpoint: str | Path | Checkpoint) -> None:
-    """Loads a checkpoint into a rank's tensors; each rank reads its parts, in its own types. A collective call.
-
-    Raises:
-        CheckpointError: see `open_alike`; nothing is loaded then.
-    """
+    """Loads a checkpoint into a rank's tensors, of which it reads its parts; see `ParallelModule.load_checkpoint`."""
     opened = _open_alike(checkpoint, weights.agree)
     with torch.no_grad():
         for entry, part in _read(weights, opened, Loading()):

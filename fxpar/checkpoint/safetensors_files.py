@@ -362,9 +362,7 @@ class Reader:
             # A part that is all padding reads nothing. The empty slice tells the file's type.
             return slices[tuple(slice(0, 0) for _ in shape)].new_zeros(shape) if part is None else part
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"cannot be read: {error}", where=f"{entry.file}: {entry.key}", remedy="download or save it again"
-            ) from error
+            raise _broken(f"cannot be read: {error}", f"{entry.file}: {entry.key}") from error
 
     def _counted(self, value: Tensor) -> Tensor:
         size = value.numel() * value.element_size()
@@ -421,11 +419,7 @@ def _indexed(path: Path) -> list[_Entry]:
         places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = {str(key): str(file) for key, file in places.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"cannot be read as an index: {type(error).__name__} {error}",
-            where=str(path),
-            remedy="download or save it again",
-        ) from error
+        raise _broken(f"cannot be read as an index: {type(error).__name__} {error}", path) from error
     tensors = []
     for file in sorted(set(files.values())):
         if Path(file).name != file:
@@ -435,11 +429,7 @@ def _indexed(path: Path) -> list[_Entry]:
         entries = {entry.key: entry for entry in _headers(path.parent / file)}
         missing = [key for key, place in files.items() if place == file and key not in entries]
         if missing:
-            raise CheckpointError(
-                f"{file} lacks {missing[0]}, which the index places there",
-                where=str(path),
-                remedy="download or save it again",
-            )
+            raise _broken(f"{file} lacks {missing[0]}, which the index places there", path)
         tensors += [entries[key] for key, place in files.items() if place == file]
     return tensors
 
@@ -447,12 +437,14 @@ def _indexed(path: Path) -> list[_Entry]:
 def _headers(path: Path) -> list[_Entry]:
     """Returns the tensors of one file."""
     if not path.is_file():
-        raise CheckpointError("there is no such file", where=str(path), remedy="download or save it again")
+        raise _broken("there is no such file", path)
     try:
         with safe_open(path, "pt", device="cpu") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
             return [_Entry(path, key, tuple(s.get_shape()), str(s.get_dtype())) for key, s in slices.items()]
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"cannot be read: {error}", where=str(path), remedy="download or save it again"
-        ) from error
+        raise _broken(f"cannot be read: {error}", path) from error
+
+
+def _broken(reason: str, where: Path | str) -> CheckpointError:
+    return CheckpointError(reason, where=str(where), remedy="download or save it again")

@@ -164,9 +164,6 @@ def full_state_dict(weights: RankTensors) -> dict[str, Tensor]:
     """Returns what `state_dict()` of the unsplit model would hold, on the CPU of every rank. A collective call.
 
     Tensors share no memory with the module's; tied names share one tensor.
-
-    Raises:
-        CheckpointError: see `saved_entries`.
     """
     tensors: dict[str, Tensor] = {}
     for entry in saved_once(weights).values():
@@ -187,40 +184,20 @@ def on_all(weights: RankTensors, entry: ModelTensor) -> Tensor:
 
 
 def sharded_state_dict(weights: RankTensors) -> dict[str, Tensor]:
-    """Returns this rank's part of what the unsplit model would save; shares memory with the module's tensors.
-
-    Raises:
-        CheckpointError: see `saved_entries`.
-    """
+    """Returns this rank's part of what the unsplit model would save; shares memory with the module's tensors."""
     tensors = weights.by_name()
     return {name: tensors[name].detach() for name in saved_entries(weights) if name in tensors}
 
 
 def load_full_state_dict(weights: RankTensors, state: Mapping[str, Any]) -> None:
-    """Loads what `full_state_dict` or the unsplit model's `state_dict` gives; each rank keeps its shards.
-
-    Values are cast to the module's element types. Tied names may be left out if one of them is there.
-
-    Raises:
-        CheckpointError: a name is missing or unknown, a tensor has another shape, or tied names have different
-            values; nothing is loaded then.
-    """
+    """Loads full tensors, of which each rank keeps its shards; see `ParallelModule.load_full_state_dict`."""
     remedy = "load the model it was saved from"
     check_names(state, weights.saved, [entry.names for entry in weights.everything], "state dict", remedy)
     _copy_parts(weights, state, remedy)
 
 
 def load_sharded_state_dict(weights: RankTensors, state: Mapping[str, Any], strict: bool) -> IncompatibleKeys:
-    """Loads what `sharded_state_dict` gave; what shares memory with the module's tensors is in its place already.
-
-    Full tensors are taken too, each rank its part.
-
-    Args:
-        strict: whether names that are missing or unknown are an error.
-
-    Raises:
-        CheckpointError: a name is missing or unknown, or a tensor is another part; nothing is loaded then.
-    """
+    """Loads what `sharded_state_dict` gave, or full tensors; see `ParallelModule.load_state_dict`."""
     groups = [entry.names for entry in weights.everything]
     remedy = "load the state dict of the same model and plan; torch.distributed.checkpoint.load fits it to other plans"
     # `sharded_state_dict` is without the tensors of a pipeline's other ranks.
@@ -345,20 +322,12 @@ def _some(names: list[str]) -> str:
 
 
 def save_checkpoint(weights: RankTensors, model: nn.Module, folder: str | Path, shard_size: int | str) -> None:
-    """Writes the whole model from rank 0, one file after the other. A collective call.
+    """Writes the whole model from rank 0, one file after the other; see `ParallelModule.save_checkpoint`.
 
     Each tensor is gathered by itself: the ranks hold one whole tensor at a time, rank 0 besides those of one file.
 
     Args:
         model: the unsplit one, for its `config`; its tensors are not looked at.
-        folder: is made if it is not there.
-        shard_size: the most bytes of tensors in a file, as a number or such as "500MB"; a larger tensor has a file of
-            its own.
-
-    Raises:
-        CheckpointError: the folder holds a checkpoint already or cannot be written, or the unsplit model's state dict
-            holds something else than parameters and buffers.
-        InputError: `shard_size` is no size.
     """
     entries = saved_once(weights)
     specs = {name: Spec.of(entry.tensor) for name, entry in entries.items()}

@@ -83,14 +83,10 @@ def save_training(
     keep: int,
     shard_size: int | str,
 ) -> Path:
-    """Writes a save; returns its folder. A collective call.
+    """Writes a save; returns its folder. See `ParallelModule.save_training`.
 
     Args:
         model: the unsplit one, for its `config`.
-
-    Raises:
-        CheckpointError: something cannot be saved or written, or the ranks see different folders.
-        InputError: an option or an object of the wrong kind, or the ranks' trainings differ.
     """
     if type(keep) is not int or keep < 1:
         raise InputError(
@@ -265,15 +261,7 @@ def _unsealed(path: Path) -> Any:
 
 
 def resume_training(weights: RankTensors, folder: str | Path, objects: TrainingObjects, seed: int) -> TrainingProgress:
-    """Resumes from the last save of a folder, or from a certain one. A collective call.
-
-    Args:
-        seed: of the plan.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or it is of another model or optimizer; nothing is loaded then.
-        InputError: the ranks have different saves.
-    """
+    """Resumes from the last save of a folder, or from a certain one; see `ParallelModule.resume_training`."""
     path = _newest(folder_of(folder))
     content = _unsealed(path / _DOCUMENT)
     if content.get("version") != VERSION:
