@@ -157,8 +157,8 @@ class GraphedStep:
         self._forward: Replayed | None = None
         self._backward: Replayed | None = None
         self._results: dict[str, Tensor] = {}
-        self._own: Values = {}
-        self._found: dict[str, Tensor] = {}
+        self._values: Values = {}
+        self._gradients: dict[str, Tensor] = {}
         self._placed: list[Tensor] = []
 
     @property
@@ -171,10 +171,12 @@ class GraphedStep:
         flight = self._pool.flight = Flight()
         if self._forward is None:
             self._static = Static({name: values[name] for name in self._inputs})
-            self._own = self._calls.start({**values, **self._static.tensors}, sizes)
+            self._values = self._calls.start({**values, **self._static.tensors}, sizes)
             calls = self._calls.forward_calls
-            self._forward = Replayed(self._pool, calls, self._own, lambda index, environment: calls[index](environment))
-            self._results = {name: self._own[value] for name, value in self._calls.step.results.items()}
+            self._forward = Replayed(
+                self._pool, calls, self._values, lambda index, environment: calls[index](environment)
+            )
+            self._results = {name: self._values[value] for name, value in self._calls.step.results.items()}
         else:
             assert self._static is not None
             self._static.fill(values)
@@ -197,24 +199,24 @@ class GraphedStep:
             forward, self._forward = self._forward, None  # where recording fails, both are recorded anew
             self._tangents = Static(tangents)
             names = self._calls.step.tangents
-            self._own.update({names[name]: static for name, static in self._tangents.tensors.items()})
+            self._values.update({names[name]: static for name, static in self._tangents.tensors.items()})
             calls = self._calls.backward_calls
             there: list[Tensor] = []
             noting = None if place is None else Noting(place, there)
             self._backward = Replayed(
-                self._pool, calls, self._own, lambda index, values: self._calls.run_backward(index, values, noting)
+                self._pool, calls, self._values, lambda index, values: self._calls.run_backward(index, values, noting)
             )
             self._forward = forward
-            self._found = {name: self._own[name] for name in self._calls.gives}
+            self._gradients = {name: self._values[name] for name in self._calls.gives}
             self._placed = there
             # What is dropped here the pool may give to recordings that come later.
-            self._own = {}
+            self._values = {}
         else:
             assert self._tangents is not None
             self._tangents.fill(tangents)
             self._backward.replay()
         self._pool.flight = None
-        gradients = copied(self._found, self._placed)
+        gradients = copied(self._gradients, self._placed)
         assert self._static is not None
         static = (*self._static.tensors.values(), *self._tangents.tensors.values())
         self._pool.scramble(static, (), self._placed)
@@ -226,7 +228,7 @@ class GraphedStep:
             if part is not None:
                 part.reset()
         self._forward = self._backward = None
-        self._results, self._own, self._found, self._placed = {}, {}, {}, []
+        self._results, self._values, self._gradients, self._placed = {}, {}, {}, []
 
 
 @dataclass(frozen=True)

@@ -255,7 +255,7 @@ class Tape:
 
     def replay(self) -> None:
         """Makes the calls again."""
-        self.check(self.pool.own)
+        self.check(self.pool.written)
         with torch.no_grad():
             for call in self._calls:
                 call()
@@ -327,7 +327,7 @@ class StandInPool(OneFlight):
             recorder.reset(token)
 
     @property
-    def own(self) -> set[int]:
+    def written(self) -> set[int]:
         """Returns numbers of the storages that tapes have written."""
         return {number for tape in self.tapes for number in tape.writes}
 

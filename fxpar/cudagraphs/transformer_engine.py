@@ -32,7 +32,9 @@ class _StepFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, owner: EngineStep, handle: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Returns the outputs; `handle` is what autograd asks a gradient of."""
-        outputs, ctx.own = owner.calls.forward(owner.values | dict(zip(owner.inputs, inputs, strict=True)), owner.sizes)
+        outputs, ctx.saved = owner.calls.forward(
+            owner.values | dict(zip(owner.inputs, inputs, strict=True)), owner.sizes
+        )
         ctx.owner = owner
         return tuple(outputs[name] for name in owner.outputs)
 
@@ -43,7 +45,7 @@ class _StepFunction(torch.autograd.Function):
         names = owner.calls.step.tangents
         named = dict(zip(owner.outputs, tangents, strict=True))
         place = owner.placing if torch.cuda.is_current_stream_capturing() else None
-        owner.found = owner.calls.backward(ctx.own, {name: named[name].contiguous() for name in names}, place)
+        owner.gradients = owner.calls.backward(ctx.saved, {name: named[name].contiguous() for name in names}, place)
         return None, torch.zeros((), device=tangents[0].device), *[None for _ in owner.inputs]
 
 
@@ -68,7 +70,7 @@ class EngineStep:
         pool: in which no other flight may be meanwhile.
 
     Attributes:
-        found: what the captured backward gives, by name of the value.
+        gradients: what the captured backward gives, by name of the value.
         placing: where the captured backward puts gradients.
     """
 
@@ -79,7 +81,7 @@ class EngineStep:
         self.sizes: Mapping[str, int] = {}
         self.placing: GradientSink | None = None
         self._placed: list[Tensor] = []
-        self.found: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}
         self._pool = pool
         self._graphed: Any = None
         self._handle: Tensor | None = None
@@ -118,7 +120,7 @@ class EngineStep:
         # Autograd only carries the call: gradients were placed inside of the graph, and the handle's own is zero.
         torch.autograd.grad([outputs[name] for name in names], [self._handle], [tangents[name] for name in names])
         self._pool.flight = None
-        return copied(self.found, self._placed)
+        return copied(self.gradients, self._placed)
 
     def _capture(self) -> None:
         engine = _engine()
@@ -132,7 +134,7 @@ class EngineStep:
 
     def reset(self) -> None:
         """Frees the graphs and what they hold."""
-        self._graphed, self.values, self.found, self.placing, self._placed = None, {}, {}, None, []
+        self._graphed, self.values, self.gradients, self.placing, self._placed = None, {}, {}, None, []
 
 
 class EngineGraphs(PartialGraphs):

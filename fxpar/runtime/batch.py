@@ -205,11 +205,11 @@ class BatchSizes:
 
     Attributes:
         shares: values of the program's symbols: what each rank has of a size that ranks share out.
-        given: of the inputs, by symbol; rows are those of all data ranks, where they bring as many.
+        totals: of the inputs, by symbol; rows are those of all data ranks, where they bring as many.
     """
 
     shares: dict[str, int]
-    given: dict[str, int]
+    totals: dict[str, int]
 
 
 def sizes_of(program: Program, inputs: Mapping[str, Tensor]) -> BatchSizes | None:
@@ -244,7 +244,7 @@ def sizes_of(program: Program, inputs: Mapping[str, Tensor]) -> BatchSizes | Non
                         remedy=f"pad it to a multiple of {ranks}, or set sequence_parallel=False",
                     )
                 place = first.setdefault(known.name, f"{entry.path} dimension {dim}")
-                known_size = sizes.given.setdefault(known.name, size * cut.get(dim, 1))
+                known_size = sizes.totals.setdefault(known.name, size * cut.get(dim, 1))
                 if sizes.shares.setdefault(known.name, share) != share:
                     _unequal(entry.path, dim, size, place, known_size // cut.get(dim, 1))
     for entry in entries:

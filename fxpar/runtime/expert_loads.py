@@ -28,19 +28,19 @@ class Loads:
 
     Attributes:
         names: of the outputs that say it.
-        own: experts of a rank in each of these layers.
+        local_experts: experts of a rank in each of these layers.
         dropped: of the outputs that say how many rows were dropped.
         counts: i64 [ranks, experts of a rank in all these layers, and behind them what each rank dropped in each].
     """
 
     names: tuple[str, ...]
-    own: tuple[int, ...]
+    local_experts: tuple[int, ...]
     dropped: tuple[str, ...]
     counts: Tensor
 
     def read(self, plan: Plan) -> tuple[ExpertLoad, ...]:
         """Returns the numbers; waits for the device."""
-        *parts, lost = self.counts.cpu().split([*self.own, len(self.dropped)], dim=1)
+        *parts, lost = self.counts.cpu().split([*self.local_experts, len(self.dropped)], dim=1)
         names = [module_of_load(name) for name in self.names]
         layers = [part.tolist() for part in parts]
         dropped = dict(zip(map(module_of_load, self.dropped), lost.sum(0).tolist(), strict=True))

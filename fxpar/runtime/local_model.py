@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fxpar.errors import InputError, shown
 from fxpar.ir.step import is_mixed
 from fxpar.layout.layout import Layout
-from fxpar.pipeline.compiler.builtin_schedules import own_stages
+from fxpar.pipeline.compiler.builtin_schedules import local_stages
 from fxpar.plan.plan import Plan
 from fxpar.runtime.meta_model import attach, seal
 from fxpar.runtime.parameters import Elsewhere, MainParameter, WholeParameter
@@ -110,7 +110,7 @@ class LocalModel(Root):
     @property
     def stages(self) -> tuple[int, ...]:
         """Returns the pipeline's stages that this rank holds, in their order; empty without a pipeline."""
-        return own_stages(self.plan, self.world.place)
+        return local_stages(self.plan, self.world.place)
 
     def layout_of(self, name: str) -> Layout:
         """Returns the layout of a parameter or buffer under any of its names; empty if no program uses it."""

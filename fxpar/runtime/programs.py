@@ -31,7 +31,7 @@ from fxpar.passes import insert_collectives
 from fxpar.passes.annotate import annotate, keeping
 from fxpar.passes.divide_batch import of_all_ranks
 from fxpar.passes.partition_stages import holding, partition_stages
-from fxpar.pipeline.compiler.builtin_schedules import own_stages, rank_of, schedule_of
+from fxpar.pipeline.compiler.builtin_schedules import local_stages, rank_of, schedule_of
 from fxpar.plan.plan import Plan
 from fxpar.runtime import batch as calls
 from fxpar.runtime.bound_batch import BoundBatch, Compiled
@@ -69,7 +69,7 @@ class Programs:
         self.layouts: dict[str, Layout] = {}
         self.aliases: dict[str, str] = {}
         self._plan, self._world, self._loss, self._passes = plan, world, loss, tuple(passes)
-        self._graphs, self._own, self._peer_memory = graphs, own_stages(plan, world.place), peer_memory
+        self._graphs, self._local_stages, self._peer_memory = graphs, local_stages(plan, world.place), peer_memory
         self._splits = plan.pp > 1 and schedule_of(plan, plan.microbatches).split_backward
         self._modules = [*self.skeleton.modules()]
         self._twins: tuple[tuple[nn.Module, nn.Module], ...] = ()
@@ -104,13 +104,13 @@ class Programs:
     @cached_property
     def foreign(self) -> frozenset[str]:
         """Returns names of the parameters that other ranks of the pipeline hold, and this one does not."""
-        local = set(self._own)
+        local = set(self._local_stages)
         return frozenset(name for name, stages in self.stages_by_parameter.items() if local.isdisjoint(stages))
 
     @cached_property
     def stages_by_parameter(self) -> Mapping[str, tuple[int, ...]]:
         """Returns the stages of a pipeline that hold each parameter, by its name; nothing without one."""
-        if not self._own:
+        if not self._local_stages:
             return {}
         stages_by_name, kinds = holders(self.first.program), {p.fqn: p.kind for p in self.first.program.parameters}
         return {name: stages for name, stages in stages_by_name.items() if kinds[name] == "parameter"}
@@ -118,7 +118,7 @@ class Programs:
     @property
     def places(self) -> dict[str, frozenset[int]]:
         """Returns the ranks of the pipeline, by place, that hold each parameter; nothing without one."""
-        order = rank_of(self._plan) if self._own else ()
+        order = rank_of(self._plan) if self._local_stages else ()
         return {name: frozenset(order[s] for s in stages) for name, stages in self.stages_by_parameter.items()}
 
     @property
@@ -173,9 +173,9 @@ class Programs:
         sizes = calls.sizes_of(compiled.program, inputs)
         assert sizes is not None, "a program does not fit a batch that was made to fit"
         if fitted.rows:
-            sizes.given[batch_symbol(compiled.program)] = sum(fitted.rows)
-        if not compiled.admits(sizes.given):
-            _refuse_branch(sizes.given)
+            sizes.totals[batch_symbol(compiled.program)] = sum(fitted.rows)
+        if not compiled.admits(sizes.totals):
+            _refuse_branch(sizes.totals)
         call = BoundBatch(compiled, compiled.ready, inputs, sizes.shares, compiled.indices)
         if fitted.fills is not None:
             call = replace(call, fills=self._inputs(compiled, fitted.fills), unproven=fitted.unproven)
@@ -205,7 +205,7 @@ class Programs:
         call = self._fit(compiled, batch)
         if call is None:  # a rank traces its own rows, and the branches of the model go by those of all
             sizes = calls.sizes_of(compiled.program, self._inputs(compiled, batch))
-            _refuse_branch({} if sizes is None else sizes.given)
+            _refuse_branch({} if sizes is None else sizes.totals)
         return call
 
     def with_all_places(self, call: BoundBatch) -> BoundBatch:
@@ -228,7 +228,7 @@ class Programs:
         """Returns what must be the same on all ranks in a call; the sizes of the batch are part of it, or are not."""
         modes = self._modes
         mode = "training" if all(modes) else f"modules in training {modes}" if any(modes) else "evaluation"
-        if self._own:  # with a pipeline a call is differentiated on all ranks or on none
+        if self._local_stages:  # with a pipeline a call is differentiated on all ranks or on none
             mode += f", gradients {'on' if torch.is_grad_enabled() else 'off'}"
         return {"the call": self._world.agreement.what, "the mode": mode, **calls.batch_facts(batch, False, sizes)}
 
@@ -243,7 +243,7 @@ class Programs:
         """Returns the call by a program; None where the program is for other sizes."""
         inputs = self._inputs(compiled, batch)
         sizes = calls.sizes_of(compiled.program, inputs)
-        if sizes is None or not compiled.admits(sizes.given):
+        if sizes is None or not compiled.admits(sizes.totals):
             return None
         return BoundBatch(compiled, compiled.ready, inputs, sizes.shares, compiled.indices)
 
@@ -313,7 +313,7 @@ class Programs:
 
     def _further_passes(self) -> list[Pass]:
         """Returns the passes of a further program, whose parameters stay on their stages."""
-        if not self._own:
+        if not self._local_stages:
             return [*self._passes]
         held_stages = holding(self.stages_by_parameter)
         return [held_stages if item is partition_stages else item for item in self._passes]
@@ -330,7 +330,7 @@ class Programs:
             if layout != self.layouts.get(name, layout):
                 chosen, needed = (str(entry) or "no cut" for entry in (layout, self.layouts[name]))
                 self._refuse_choice(annotate, name, f"the layout {chosen}", needed)
-        for name, stages in holders(program).items() if self._own else ():
+        for name, stages in holders(program).items() if self._local_stages else ():
             if not {*stages} <= {*self.stages_by_parameter.get(name, stages)}:
                 needed = f"stages {self.stages_by_parameter[name]}"
                 self._refuse_choice(partition_stages, name, f"stages {stages}", needed)
@@ -351,7 +351,7 @@ class Programs:
             self._plan,
             uneven_rows,
             self._graphs,
-            self._own,
+            self._local_stages,
             self._splits,
             peer_memory=self._peer_memory,
             enter=self._world.agreement.enter,

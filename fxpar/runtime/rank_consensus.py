@@ -165,7 +165,7 @@ class Agreement:
     def _differ(self, text: str) -> None:
         """Raises what all ranks came for."""
         self.points += 1
-        texts = self.told(f"at {self._meetings}", text)
+        texts = self.gather_texts(f"at {self._meetings}", text)
         ranks: dict[str, list[int]] = {}
         for rank, statement in enumerate(texts):
             ranks.setdefault(statement, []).append(rank)
@@ -353,12 +353,12 @@ class Agreement:
             kind = InputError if verdict["kind"] == "differs" else RankError
             raise kind(verdict["reason"], where=verdict["where"], remedy=verdict["remedy"])
 
-    def told(self, what: str, text: str) -> list[str]:
+    def gather_texts(self, what: str, text: str) -> list[str]:
         """Returns what each rank tells, in their order; all of them must call it at the same place."""
         store = self._store()
         if self.size == 1 or store is None:
             return [text]
-        keys = [f"fxpar/{self.module}/told/{what}/{rank}" for rank in range(self.size)]
+        keys = [f"fxpar/{self.module}/texts/{what}/{rank}" for rank in range(self.size)]
         store.set(keys[self.rank], text)
         self.agree({}, "")
         return [encoded.decode() for encoded in store.multi_get(keys)]

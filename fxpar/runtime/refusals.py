@@ -35,10 +35,10 @@ def _refuse(where: str, reason: str, remedy: str) -> NoReturn:
 
 
 def _attribute(where: str, reason: str, remedy: str) -> Any:
-    def found(module: nn.Module, *value: Any) -> NoReturn:
+    def refused(module: nn.Module, *value: Any) -> NoReturn:
         _refuse(where, reason, remedy)
 
-    return property(found, found)
+    return property(refused, refused)
 
 
 def _hook_method(name: str) -> Any:

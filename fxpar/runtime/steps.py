@@ -54,7 +54,7 @@ class FinishedForward:
         sources: values of the program's inputs.
         sizes: of the call, by symbol.
         outputs: of the model, by name.
-        own: what the backward reads, by name.
+        saved: what the backward reads, by name.
     """
 
     step: LoweredStep
@@ -62,7 +62,7 @@ class FinishedForward:
     sources: Mapping[str, Any]
     sizes: Mapping[str, int]
     outputs: dict[str, Tensor]
-    own: Values
+    saved: Values
 
     def __post_init__(self) -> None:
         self.types = {name: value.dtype for name, value in self.outputs.items()}
@@ -83,7 +83,7 @@ class FinishedForward:
                 they are to stay.
         """
         # Taken away from here, so that each value is freed at its last use in the backward.
-        calls, saved, self.own = self.calls, self.own, {}
+        calls, saved, self.saved = self.calls, self.saved, {}
         if calls.whole != whole:  # for another backward than the one that was expected
             calls = eager_calls(self.step, whole=whole)
             _, saved = calls.forward(self.sources, self.sizes)
@@ -92,16 +92,16 @@ class FinishedForward:
         return {fqn: gradients[value] for fqn, value in self.step.gradients.items()} if whole else gradients
 
     def input_backward(self, tangents: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the part of a backward that the gradients of inputs need; these, by name of the output."""
+        """Runs the part of a backward that the gradients of inputs need; returns these by name of the output."""
         assert isinstance(self.calls, StepCalls)
         like = {name: _like(tangent, self.types[name]) for name, tangent in tangents.items()}
-        gradients = self.calls.input_backward(self.own, like)
+        gradients = self.calls.input_backward(self.saved, like)
         return {name: gradients[value] for name, value in self.step.returned.items()}
 
     def weight_backward(self) -> dict[str, Tensor]:
-        """Returns the rest of the backward: what this rank has of the gradients, by name of the value."""
+        """Runs the rest of the backward; returns what this rank has of the gradients, by name of the value."""
         assert isinstance(self.calls, StepCalls)
-        saved, self.own = self.own, {}
+        saved, self.saved = self.saved, {}
         return self.calls.weight_backward(saved)
 
     def parameter(self, local_gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -154,7 +154,7 @@ class Steps:
 
     Attributes:
         program: after all passes of the forward.
-        own: the stages of a pipeline that this rank holds.
+        local_stages: the stages of a pipeline that this rank holds.
         graphs: what of its calls is replayed.
         splits: whether its schedule runs backwards in two parts.
         is_stage: whether it is of one stage.
@@ -171,7 +171,7 @@ class Steps:
     plan: Plan
     uneven_rows: bool = False
     graphs: NoGraphs = field(default_factory=NoGraphs)
-    own: tuple[int, ...] = ()
+    local_stages: tuple[int, ...] = ()
     splits: bool = False
     is_stage: bool = False
     peer_memory: PeerMemory | None = None
@@ -186,7 +186,9 @@ class Steps:
         self.differentiable = differentiable(self.program)
         # What the caller differentiated last, which is known in its backward alone.
         self.expected = tuple(n for n in self.differentiable if n == self.program.loss) or self.differentiable
-        self.stages = {stage.number: (stage, self._of(stage)) for stage in stages_of(self.program)} if self.own else {}
+        self.stages = (
+            {stage.number: (stage, self._of(stage)) for stage in stages_of(self.program)} if self.local_stages else {}
+        )
         if self.plan.compile and not self.is_stage:
             from fxpar.runtime.compiled import Compiler  # Inductor takes a second to import
 
@@ -199,7 +201,7 @@ class Steps:
 
     def _of(self, stage: Stage) -> Steps | None:
         """Returns what this rank runs of a stage; None of those of others."""
-        if stage.number not in self.own:
+        if stage.number not in self.local_stages:
             return None
         more: dict[str, Any] = {"splits": self.splits, "is_stage": True, "peer_memory": self.peer_memory}
         return Steps(stage.program, self.groups, self.device, self.plan, self.uneven_rows, **more)

@@ -82,7 +82,7 @@ class Watched:
         def backward(pending: FinishedForward, tangents: Any, *, whole: bool, **more: Any) -> Any:
             parts = pending.step.whole_backward if whole else pending.step.backward
             names = {name for part in parts for name in part.takes}
-            values = [pending.own[name] for name in names if name in pending.own]
+            values = [pending.saved[name] for name in names if name in pending.saved]
             kept = {v.untyped_storage()._cdata: v.untyped_storage() for v in values if isinstance(v, Tensor)}
             self.bytes = sum(storage.nbytes() for key, storage in kept.items() if key not in self.own)
             del values, kept

@@ -75,7 +75,7 @@ class CopyTransport:
         if transport == "nccl" or self._world.size == 1 or (transport == "auto" and not is_gpu):
             return {}
         # Every rank decides by what all ranks say. One that copies while another sends through NCCL would wait forever.
-        texts = self._world.agreement.told("its memory", json.dumps(_place(self._world.device)))
+        texts = self._world.agreement.gather_texts("its memory", json.dumps(_place(self._world.device)))
         places = [json.loads(text) for text in texts]
         names = joined_names(plan.axes)
         requested = transport == "copy"
@@ -176,13 +176,13 @@ def _place(device: torch.device) -> dict[str, Any]:
     return {"machine": machine(), "gpu": gpu, "reaches": reached, "triton": find_spec("triton") is not None}
 
 
-def why_not_copy(groups: Iterable[Sequence[int]], places: Sequence[Mapping[str, Any]], asked: bool) -> str:
+def why_not_copy(groups: Iterable[Sequence[int]], places: Sequence[Mapping[str, Any]], is_requested: bool) -> str:
     """Returns why the ranks of some of these groups cannot copy, or had better not; empty where all do.
 
     Args:
         places: of all ranks, in order: `machine`, and of GPUs `gpu`, which others it `reaches`, and whether there is
             `triton`.
-        asked: whether the plan asks for copies, else for what is faster.
+        is_requested: whether the plan asks for copies, else for what is faster.
     """
     for ranks in groups:
         for one, other in itertools.permutations(ranks, 2):
@@ -193,7 +193,7 @@ def why_not_copy(groups: Iterable[Sequence[int]], places: Sequence[Mapping[str, 
                 return f"rank {one} has no Triton, whose kernel adds what ranks send"
             if "gpu" in a and b["gpu"] not in a["reaches"]:
                 return f"the GPU of rank {one} does not reach or does not see that of rank {other}"
-        if len(ranks) > 2 and not asked:
+        if len(ranks) > 2 and not is_requested:
             return _NOT_FASTER
     return ""
 

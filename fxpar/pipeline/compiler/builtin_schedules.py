@@ -275,7 +275,7 @@ def rank_of(plan: Plan) -> tuple[int, ...]:
     return schedule_of(plan, plan.microbatches).rank_of
 
 
-def own_stages(plan: Plan, place: int) -> tuple[int, ...]:
+def local_stages(plan: Plan, place: int) -> tuple[int, ...]:
     """Returns the stages of the rank at a place of the pipeline, in order; none without a pipeline."""
     if plan.pp == 1:
         return ()

@@ -178,14 +178,14 @@ class StageChoice:
     """A program's stages.
 
     Attributes:
-        found: what can be divided.
+        divisible: what can be divided.
         bounds: places between its operations at which it may be cut, with its beginning and its end.
         units: what stands between two neighbouring ones.
         cuts: those chosen, by number in `bounds`, ascending.
         fixed: those that the plan asks for, by the stage that begins there.
     """
 
-    found: Divisible
+    divisible: Divisible
     bounds: tuple[int, ...]
     units: UnitCosts
     cuts: tuple[int, ...]
@@ -369,7 +369,7 @@ def explain_cut(program: Program, stage: int) -> CutExplanation:
     explanation = CutExplanation(
         stage,
         _behind(choice, place),
-        describe(choice.found.order[choice.bounds[place]]),
+        describe(choice.divisible.order[choice.bounds[place]]),
         "the plan says so",
         (sides[0][0], sides[1][0]),
         (sides[0][1], sides[1][1]),
@@ -396,7 +396,7 @@ def _because(explanation: CutExplanation, reason: str, runner_up: str, other: Go
 
 
 def _behind(choice: StageChoice, place: int) -> str:
-    return describe(choice.found.order[choice.bounds[place] - 1])
+    return describe(choice.divisible.order[choice.bounds[place] - 1])
 
 
 def _rank(other: Goals, best: Goals) -> tuple[float, float, float]:

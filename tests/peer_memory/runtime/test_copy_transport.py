@@ -113,8 +113,8 @@ def test_who_can_copy(places: list[dict[str, Any]], reason: str) -> None:
 
 def test_more_than_two_copy_where_they_are_asked_to() -> None:
     places = [_gpu(own, *(other for other in "xyz" if other != own)) for own in "xyz"]
-    assert why_not_copy([(0, 1, 2)], places, asked=True) == ""
-    assert "NCCL is faster" in why_not_copy([(0, 1, 2)], places, asked=False)
+    assert why_not_copy([(0, 1, 2)], places, is_requested=True) == ""
+    assert "NCCL is faster" in why_not_copy([(0, 1, 2)], places, is_requested=False)
 
 
 class _Board:

@@ -10,7 +10,7 @@ import torch
 
 import fxpar
 from fxpar.errors import PlanError, ScheduleError
-from fxpar.pipeline.compiler.builtin_schedules import own_stages, schedule_of
+from fxpar.pipeline.compiler.builtin_schedules import local_stages, schedule_of
 from fxpar.pipeline.compiler.simulation import verified
 from tests.pipeline.runtime import pipelined
 from tests.pipeline.runtime.pipelined import Trained
@@ -75,7 +75,7 @@ def test_a_pipeline_trains_what_one_process_trains(
     chosen = fxpar.Plan(**plan, microbatches=microbatches)
     peaks = verified(schedule_of(chosen, microbatches)).peaks
     for rank in found:
-        place = next(i for i in range(chosen.pp) if own_stages(chosen, i) == rank.stages)
+        place = next(i for i in range(chosen.pp) if local_stages(chosen, i) == rank.stages)
         assert rank.flying == peaks[place]
 
 
