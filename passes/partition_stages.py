@@ -55,7 +55,7 @@ def partition_stages(program: Program) -> Program:
     Values stay equal. Refuses more stages than there are places, and a plan's place that is none.
     """
     chosen = choose_stages(program)
-    return _cut(chosen.found, [chosen.bounds[i] for i in chosen.cuts])
+    return _cut(chosen.divisible, [chosen.bounds[i] for i in chosen.cuts])
 
 
 def holding(holders: Mapping[str, tuple[int, ...]]) -> Pass:
