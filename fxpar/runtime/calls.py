@@ -182,7 +182,7 @@ class StepCalls(_Calls):
         return {name: saved[name] for name in self.gives}
 
     def run_backward(self, index: int, values: Values, place: GradientSink | None) -> None:
-        """One call of the backward, behind which the gradients that are ready are placed."""
+        """Runs one call of the backward, and places the gradients that are ready then."""
         call, ready = self.backward_calls[index], self.ready[index]
         if place is None or not ready:
             call(values)
@@ -195,7 +195,7 @@ class StepCalls(_Calls):
         values.update({value: placed[fqn] for fqn, value in ready.items()})
 
     def _ready(self) -> list[dict[str, str]]:
-        """Behind each call of the backward, the gradients that are there from then on, and that no later call reads.
+        """Returns, for each call of the backward, the gradients that are there then and that no later call reads.
 
         Not what is the gradient of several parameters: one place would be given to all of them.
         """
@@ -331,7 +331,7 @@ def _eager_call(segment: Segment, returned: Collection[fx.Node]) -> UnitCall:
     inside = frozenset(computed)
 
     def is_read_outside(node: fx.Node) -> bool:
-        """Also where another segment reads a size off it, which that makes itself."""
+        """Returns whether others read it, also where another segment reads a size off it, which that makes itself."""
         users = [user for user in node.users if user.op != "output" and user not in inside]
         return any(not is_number(user) or is_read_outside(user) for user in users)
 

@@ -94,7 +94,7 @@ def attach(root: Root, skeleton: nn.Module, tensors: Mapping[int, Any], device: 
 
 
 def seal(root: Root, settings: Mapping[str, Any], device: torch.device) -> None:
-    """From now on `root` refuses what no program would see, as its modules do; it has all attributes of ours."""
+    """Makes `root` refuse what no program would see, as its modules do; it has all attributes of ours."""
     authors = {name: value for name, value in settings.items() if vars(root)[name] is value}
     ours = frozenset(vars(root)) - BOOKKEEPING - authors.keys()
     _record(root, "", authors, ours | names_of(type(root)), device)
@@ -119,7 +119,7 @@ def _become(module: nn.Module, ours: type[Unwrappable], author: type, classes: d
 def _record(
     module: nn.Module, path: str, settings: Mapping[str, Any], ours: frozenset[str], device: torch.device
 ) -> None:
-    """From now on the module refuses what no program would see. Hooks are in the trace, and nobody else calls them."""
+    """Makes the module refuse what no program would see. Hooks are in the trace, and nobody else calls them."""
     state, fresh = vars(module), vars(nn.Module())
     state.update({name: hooks for name, hooks in fresh.items() if name.startswith(("_forward_", "_backward_"))})
     elsewhere = {name: p for name, p in state["_parameters"].items() if isinstance(p, Elsewhere)}

@@ -40,7 +40,7 @@ class Microbatch:
 
     @property
     def random_state(self) -> Tensor:
-        """Seed, step and microbatch."""
+        """Returns seed, step and microbatch, i64[3]."""
         # Computed where the state is, so that the host waits for nothing.
         return torch.cat([self.step[:2], self.step[2:] + self.index])
 
@@ -112,7 +112,7 @@ class StepResult:
 
 
 def weight(counted: Tensor | None, microbatch: Microbatch) -> Tensor | float:
-    """By what a microbatch's loss is multiplied: 1 in a sum, one over their number, or where words count those it has.
+    """Returns the factor of a microbatch's loss: 1 in a sum, one over their number, or the words that it has.
 
     These are taken in units of the first's, so that half precision overflows no sooner.
     """

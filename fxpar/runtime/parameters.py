@@ -337,7 +337,7 @@ class Copies:
         self._seen.clear()
 
     def current(self, parameters: Mapping[str, Tensor], training: bool, differentiated: bool) -> list[Tensor]:
-        """The copies of some parameters, as fresh as their values.
+        """Returns the copies of some parameters, as fresh as their values.
 
         Args:
             parameters: by name.

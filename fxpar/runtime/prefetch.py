@@ -42,7 +42,7 @@ class Side(Protocol):
         """Has all that is queued from now on find what was sent."""
 
     def stepped(self) -> None:
-        """The steps of what was handed over are queued; waits for one of those before."""
+        """Notes that the steps of what was handed over are queued; waits for one of those before."""
 
 
 class _CudaSide:
@@ -156,7 +156,7 @@ class Prefetched:
         return len(self._batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches."""
+        """Yields the batches."""
         source = iter(self._batches)
         if self._device.type == "cuda":
             return _ahead(source, _CudaSide(self._device))
@@ -164,7 +164,7 @@ class Prefetched:
 
 
 def _ahead(source: Iterator[Any], side: Side) -> Iterator[Any]:
-    """Batches, each of which is handed over when the copy of the next one has begun."""
+    """Yields batches, each of which is handed over when the copy of the next one has begun."""
     present = _read(source, side)
     while present is not None:
         (batch, sent), following = present, None

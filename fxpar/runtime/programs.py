@@ -97,7 +97,7 @@ class Programs:
         self._known[self._key(example, with_loss)] = [first]
 
     def follow(self, root: nn.Module) -> None:
-        """From now on the modes of the modules in `root`, which are as the skeleton's, decide which program runs."""
+        """Lets the modes of the modules in `root`, which are as the skeleton's, decide which program runs."""
         self._modules = [*root.modules()]
         self._twins = tuple(zip(self.skeleton.modules(), self._modules, strict=True))
 
@@ -140,7 +140,7 @@ class Programs:
         return frozenset(paths)
 
     def __iter__(self) -> Iterator[Compiled]:
-        """All that are compiled."""
+        """Yields all that are compiled."""
         return (compiled for known in self._known.values() for compiled in known)
 
     @property
@@ -257,7 +257,7 @@ class Programs:
     def _compile(
         self, batch: Any, with_loss: bool, loss: Any = "", model: nn.Module | None = None, **options: Any
     ) -> Compiled:
-        """As `_compile_outside`, out of inference mode: what is made in it can neither be traced nor differentiated."""
+        """Leaves inference mode for `_compile_outside`: what it makes can neither be traced nor differentiated there."""
         if not torch.is_inference_mode_enabled():
             return self._compile_outside(batch, with_loss, loss, model, **options)
         with torch.inference_mode(False):

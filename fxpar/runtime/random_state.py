@@ -47,7 +47,7 @@ class RandomState:
 
     @contextmanager
     def of_accepted(self) -> Iterator[None]:
-        """What is refused inside has drawn nothing: the next call draws what it would have."""
+        """Takes back what a refused call has drawn: the next call draws what it would have."""
         before = self.step
         try:
             yield

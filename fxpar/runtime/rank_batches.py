@@ -123,7 +123,7 @@ class Inputs:
         return batch, extremes[0].eq(extremes[1].bitwise_not()).all(), others
 
     def _shapes(self, shapes: list[list[int]]) -> Shapes | None:
-        """By data rank, the shapes of the tensors of its batch; None where ranks of one differ."""
+        """Returns, by data rank, the shapes of the tensors of its batch; None where ranks of one differ."""
         mine = torch.tensor([size for shape in shapes for size in shape])
         gathered = [torch.empty_like(mine) for _ in range(self._world.size)]
         meeting = self._world.agreement.meeting
@@ -168,7 +168,7 @@ class Inputs:
         raise InputError("differs between ranks", where="the batch", remedy=_REMEDY)
 
     def _odd(self, values: Tensor) -> Tensor:
-        """Zero where the ranks that are given one batch have the same values, else this rank's number."""
+        """Returns zero where the ranks of one batch have the same values, else this rank's number from 1 on."""
         assert self._devices is not None
         if self._world.device.type == "cpu":  # on other devices the hosts have met
             self._world.agreement.enter("compares the batch of one part")

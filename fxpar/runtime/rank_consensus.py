@@ -200,7 +200,7 @@ class Agreement:
             self._ends(store, error)
 
     def _fails_to_compile(self, store: Store, error: BaseException) -> None:
-        """As all that goes wrong in `parallelize`: there is nothing yet that could be called again."""
+        """Tells what went wrong in `parallelize`, where there is nothing yet that could be called again."""
         if isinstance(error, RankError):
             return
         was_lost = is_lost(error)
@@ -216,7 +216,7 @@ class Agreement:
             ) from error
 
     def _lost(self, store: Store, error: BaseException) -> None:
-        """Another rank is why a collective failed: it has said so, or has ended."""
+        """Raises the error of the rank that is why a collective failed: it has said so, or has ended."""
         self.alarm.hang_up()  # who waits for this rank waits for nothing
         try:
             if not wait_for(self.alarm, store, _ROLL_CALL / 2):
@@ -227,7 +227,7 @@ class Agreement:
         raise self.alarm.error from error
 
     def _ends(self, store: Store, error: BaseException) -> None:
-        """The ranks are at different points, or about to be: no call can be made any more."""
+        """Ends the module, whose ranks are at different points or about to be: no call can be made any more."""
         with contextlib.suppress(dist.DistError):
             self._tell(store, self._failure(error))  # for ranks that agree on a program
         self.alarm.tell(store, f"rank {self.rank}, {self.what}", f"an earlier call failed: {self._text(error)}")
@@ -243,7 +243,7 @@ class Agreement:
         return not is_alone and (isinstance(error, FxparError) or not self._entered)
 
     def _share(self, store: Store, error: Exception) -> None:
-        """All ranks meet, and raise the first one's error.
+        """Meets all ranks, which raise the first one's error.
 
         In front of the collectives of a call nothing is under way. Behind the first of them an error of fxpar may be
         that of all ranks, who come with the same words then; else the others are somewhere else, and wait for this one.
@@ -431,7 +431,7 @@ class Agreement:
         return f"fxpar/{self.module}/{self.calls}/{self.points}"
 
     def _store(self) -> Store | None:
-        """Not kept, as the groups are not: it must not outlive the process's exit handlers."""
+        """Returns the store. Not kept, as the groups are not: it must not outlive the process's exit handlers."""
         return None if dist.group.WORLD is None else dist.group.WORLD.get_group_store()
 
     def _tell(self, store: Store, verdict: dict[str, Any]) -> dict[str, Any]:

@@ -187,7 +187,7 @@ class ShardSpec:
 
     @property
     def placements(self) -> tuple[TorchPlacement, ...]:
-        """`Shard` of a plain even shard, `IrregularShard` of any other."""
+        """Returns `Shard` of a plain even shard, `IrregularShard` of any other."""
         names = [axis for axis, size in reversed(self.world.mesh.dense.sizes) if size > 1 and axis != "pp"]
         return tuple(self._placement(axis) for axis in names)
 

@@ -121,7 +121,7 @@ class Sharded(DTensor):
 
     @property
     def placements(self) -> tuple[TorchPlacement, ...]:
-        """`Shard` where the part is a plain even shard, else a placement that is fxpar's own."""
+        """Returns `Shard` where the part is a plain even shard, else a placement that is fxpar's own."""
         return self.place.placements
 
     @property

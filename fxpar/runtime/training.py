@@ -267,7 +267,7 @@ class Rates:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The groups have tensors."""
+        """Puts the tensors into the groups."""
         before = [group[RATE] for group in self._groups]
         for group, tensor in zip(self._groups, self._tensors, strict=True):
             group[RATE] = tensor

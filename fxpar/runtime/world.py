@@ -150,7 +150,7 @@ def join(plan: Plan, agreement: Agreement) -> World:
 
 
 def _initialise(seconds: float) -> None:
-    """One GPU a local rank with NCCL where there are GPUs, else gloo. The group is left when the process ends."""
+    """Gives a local rank one GPU with NCCL where there are GPUs, else gloo. The group is left at the process's end."""
     if torch.cuda.is_available():
         local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if count == 1:  # a launcher that shows each rank its own GPU
