@@ -237,7 +237,7 @@ class _Group:
             self.values[node] = self._step(name, [self.values[node.args[0]]], fake.dtype, Extent.ROW)  # type: ignore[index]
 
     def _take_moments(self, node: fx.Node) -> None:
-        """Variance and mean, or the variance alone."""
+        """Takes variance and mean, or the variance alone."""
         x, dims = node.args[0], node.args[1] if len(node.args) > 1 else None
         correction = node.kwargs.get("correction", 1)
         keepdim, fake = node.kwargs.get("keepdim") is True, x.meta["val"]  # type: ignore[union-attr]

@@ -71,7 +71,7 @@ class RowProgram:
 
     @property
     def text(self) -> str:
-        """As JSON."""
+        """Returns the program as JSON."""
         steps = [
             [s.name, [a if isinstance(a, int) else {"number": a} for a in s.operands], _word(s.dtype), s.extent]
             for s in self.steps
@@ -79,13 +79,13 @@ class RowProgram:
         return json.dumps([self.width, self.operands, steps, self.results], separators=(",", ":"))
 
     def extent(self, value: int) -> Extent:
-        """Of a value."""
+        """Returns the extent of a value."""
         if value <= len(self.operands):
             return Extent.FULL if value == 0 else self.operands[value - 1]
         return self.steps[value - 1 - len(self.operands)].extent
 
     def dtype(self, value: int, total: torch.dtype, operands: Sequence[torch.dtype]) -> torch.dtype:
-        """Of a value, where the sum and the operands are of these types."""
+        """Returns the type of a value, where the sum and the operands are of these types."""
         if value <= len(self.operands):
             return (total, *operands)[value]
         return self.steps[value - 1 - len(self.operands)].dtype
@@ -230,12 +230,12 @@ def indented(lines: Sequence[str], spaces: int) -> str:
 
 
 def parameters(names: Sequence[str]) -> str:
-    """In a kernel's head."""
+    """Returns names as they stand in a kernel's head."""
     return "".join(f"{name}, " for name in names)
 
 
 def wide_type(dtype: torch.dtype) -> str:
-    """In which values of a type are computed."""
+    """Returns Triton's type in which values of a type are computed."""
     return _TRITON[torch.float32 if dtype in _HALF else dtype]
 
 

@@ -131,7 +131,7 @@ class SymmetricBuffer(ABC):
 
     @abstractmethod
     def beside(self, buffer: int, sent: Tensor) -> AbstractContextManager[None]:
-        """Copies, signals and waits in it are behind what was computed so far, and beside what is computed next.
+        """Puts copies, signals and waits behind what was computed so far, and beside what is computed next.
 
         Args:
             sent: is kept until `join`.
@@ -139,7 +139,7 @@ class SymmetricBuffer(ABC):
 
     @abstractmethod
     def join(self, buffer: int) -> None:
-        """What is computed next waits for what was done beside for this buffer."""
+        """Lets what is computed next wait for what was done beside for this buffer."""
 
     @abstractmethod
     def signal(self, rank: int, buffer: int, stage: int) -> None:
@@ -147,7 +147,7 @@ class SymmetricBuffer(ABC):
 
     @abstractmethod
     def wait(self, buffer: int, stage: int) -> None:
-        """What is computed next waits for the flags of all other ranks here, and takes them down."""
+        """Lets what is computed next wait for the flags of all other ranks here, and takes them down."""
 
     def total(self, buffer: int, x: Tensor, is_sent: bool = False) -> Tensor:
         """Returns the sum of the ranks' tensors x [rows, width], in new memory.
@@ -288,7 +288,7 @@ def stop(name: str, error: RankError) -> None:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """While it lasts, open symmetric buffers overwrite what was read."""
+    """Lets open symmetric buffers overwrite what was read while it lasts."""
     before = {name: line.poisons for name, line in _OPEN.items()}
     for line in _OPEN.values():
         line.poisons = True
@@ -342,7 +342,7 @@ class RowBlocks:
 
     @property
     def bytes(self) -> int:
-        """Of an area."""
+        """Returns the bytes of an area."""
         return self.sums + self.rows * self.row_bytes
 
     def owned(self, rank: int) -> slice:
@@ -410,7 +410,7 @@ def added(parts: Sequence[Tensor]) -> Tensor:
 
 
 def needs(chosen: Tensor, per_rank: int, rank: int | Tensor) -> Tensor:
-    """Of tokens that chose some experts each, i64[…, K], which a rank needs, bool[…]."""
+    """Returns which tokens, of chosen experts i64[…, K], a rank needs, bool[…]."""
     return torch.div(chosen, per_rank, rounding_mode="floor").eq(rank).any(-1)
 
 
@@ -502,7 +502,7 @@ class CpuSymmetricBuffer(SymmetricBuffer):
         yield
 
     def join(self, buffer: int) -> None:
-        """Nothing is under way."""
+        """Does nothing: no copy is under way."""
 
     def signal(self, rank: int, buffer: int, stage: int) -> None:
         """Raises the flag; stores of one processor are seen in their order."""

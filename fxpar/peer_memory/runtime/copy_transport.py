@@ -47,7 +47,7 @@ class CopyTransport:
     """
 
     def __init__(self, plan: Plan, world: World) -> None:
-        """A collective call.
+        """Asks all ranks what they reach. A collective call.
 
         Raises:
             PlanError: the plan asks for copies, and ranks cannot reach each other's memory.
@@ -70,7 +70,7 @@ class CopyTransport:
         weakref.finalize(self, symmetric_buffer.close, self._open.values()).atexit = False
 
     def _why_not(self, plan: Plan) -> dict[str, str]:
-        """By name of the group why its ranks cannot copy, empty where they can; nothing where they are not to."""
+        """Returns, by group, why its ranks cannot copy, empty where they can; nothing where they are not to."""
         is_gpu, transport = self._world.device.type == "cuda", plan.communication.collective_transport
         if transport == "nccl" or self._world.size == 1 or (transport == "auto" and not is_gpu):
             return {}
@@ -158,7 +158,7 @@ class _Marks:
     events: Iterator[torch.cuda.Event]
 
     def mark(self) -> None:
-        """Behind all that is queued: the host may wait for it next. None while work is recorded and not done."""
+        """Marks the end of what is queued, for which the host may wait next; nothing while work is recorded."""
         if not torch.cuda.is_current_stream_capturing():
             # Not the one that is looked at: a host whose queue is full waits here, and what it waits for may be lost.
             event = next(self.events)

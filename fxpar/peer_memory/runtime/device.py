@@ -90,7 +90,7 @@ class GpuSymmetricBuffer(SymmetricBuffer):
 
     @contextmanager
     def beside(self, buffer: int, sent: Tensor) -> Iterator[None]:
-        """On the buffer's stream."""
+        """Switches to the buffer's stream."""
         # Events are made once a buffer: an uncaptured step of 1.2B spent a quarter of
         # the host's time around its 243 copies and sums.
         if buffer not in self._events:
@@ -107,25 +107,25 @@ class GpuSymmetricBuffer(SymmetricBuffer):
         self._under_way[buffer] = sent
 
     def copy(self, area: Tensor, begin: int, block: Tensor) -> None:
-        """By a copy engine."""
+        """Copies by a copy engine."""
         copy(self._stream, area.data_ptr() + begin, block.data_ptr(), block.nbytes)
 
     def join(self, buffer: int) -> None:
-        """The current stream waits for the copies; they took what they sent."""
+        """Lets the current stream wait for the copies; they took what they sent."""
         del self._under_way[buffer]
         current_stream(self.device).wait_event(self._events[buffer][1])
 
     def signal(self, rank: int, buffer: int, stage: int) -> None:
-        """On the buffer's stream in `beside`, else on the current one."""
+        """Raises the flag on the buffer's stream in `beside`, else on the current one."""
         write_value(self._stream, self._words[rank] + _WORD * self.flag(buffer, stage, self.rank), 1)
 
     def wait(self, buffer: int, stage: int) -> None:
-        """As `signal`."""
+        """Waits on the stream of `signal`."""
         base = self._words[self.rank]
         take_down(self._stream, [base + _WORD * self.flag(buffer, stage, rank) for rank in self.others])
 
     def total(self, buffer: int, x: Tensor, is_sent: bool = False) -> Tensor:
-        """By one kernel, on the current stream: that of rows wherever they fit.
+        """Sums by one kernel, on the current stream: that of rows wherever they fit.
 
         Whether more is computed of them, the ranks may decide differently, and kernels of two kinds do not meet.
         """
@@ -142,7 +142,7 @@ class GpuSymmetricBuffer(SymmetricBuffer):
     def rows_of_total(
         self, buffer: int, x: Tensor, text: str, operands: Sequence[Tensor], is_sent: bool = False
     ) -> list[Tensor]:
-        """By one kernel too, behind the copies if there are any."""
+        """Computes by one kernel too, behind the copies if there are any."""
         if self.size == 2:
             from fxpar.peer_memory.runtime.push_kernels import push_rows
 
@@ -156,11 +156,11 @@ class GpuSymmetricBuffer(SymmetricBuffer):
         return push_blocks(text, x, self.rank, areas, self._kernel_flags(buffer), self._stop, operands, is_sent)
 
     def expanded(self, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
-        """By one kernel."""
+        """Runs one kernel."""
         return self._needed("expand", buffer, x, chosen, per_rank)
 
     def summed(self, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
-        """By one kernel."""
+        """Runs one kernel."""
         return self._needed("sum", buffer, x, chosen, per_rank)
 
     def _needed(self, way: str, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
@@ -171,7 +171,7 @@ class GpuSymmetricBuffer(SymmetricBuffer):
         return push_needed(way, x, chosen, per_rank, self.rank, areas, flags, self._stop)
 
     def _ends(self, buffer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of two ranks memory like `x` of the other and of this one, and the flags of both."""
+        """Returns, of two ranks, memory like `x` of the other and of this one, and the flags of both."""
         (other,) = self.others
         flags = self._kernel_flags(buffer)
         return self.whole(other, buffer, x), self.whole(self.rank, buffer, x), flags[other], flags[self.rank]
@@ -275,7 +275,7 @@ def _driver() -> Any:
 
 
 def copy(stream: int, there: int, here: int, size: int) -> None:
-    """The stream copies some bytes from `here` to `there`, which may be another device's.
+    """Lets the stream copy some bytes from `here` to `there`, which may be another device's.
 
     Raises:
         RuntimeError: the driver refuses.
@@ -285,7 +285,7 @@ def copy(stream: int, there: int, here: int, size: int) -> None:
 
 
 def take_down(stream: int, addresses: Sequence[int]) -> None:
-    """The stream goes on when all words are 1, and makes them 0: one operation of it, or one node of a graph.
+    """Lets the stream go on when all words are 1, and makes them 0: one operation, or one node of a graph.
 
     Raises:
         RuntimeError: the driver refuses.
@@ -297,7 +297,7 @@ def take_down(stream: int, addresses: Sequence[int]) -> None:
 
 
 def write_value(stream: int, address: int, value: int) -> None:
-    """The stream writes the word, behind all that it wrote before; the address may be another device's.
+    """Lets the stream write the word, behind all that it wrote before; it may be another device's.
 
     Raises:
         RuntimeError: the driver refuses.

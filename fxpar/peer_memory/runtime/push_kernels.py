@@ -426,7 +426,7 @@ def _sent(kind: _KernelKey, others: Sequence[int]) -> str:
 
 
 def _awaited(kind: _KernelKey, others: Sequence[int]) -> list[str]:
-    """Until a chunk is there from all."""
+    """Waits until a chunk is there from all."""
     lines = []
     for sender in others:
         flag = f"flags{kind.rank}_ptr + chunk * {kind.size} + {sender}"
@@ -443,7 +443,7 @@ def _part(sender: int, rank: int) -> str:
 
 
 def _slot(number: int) -> str:
-    """From the begin of an area on: added one by one, since in all they may be more than 32 bits count."""
+    """Returns the offset of a slot: added one by one, since in all they may be more than 32 bits count."""
     return " + stride" * number
 
 
