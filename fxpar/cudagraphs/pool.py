@@ -183,14 +183,14 @@ class Tape:
                 self._before.append((whole, whole.clone()))
 
     def put_back(self) -> None:
-        """What others have is as before the recording, which computes nothing on a GPU."""
+        """Makes what others have as before the recording, which computes nothing on a GPU."""
         # The stand-in has to run work to learn its calls. Undone, a sum in place does not count twice.
         for whole, before in self._before:
             whole.copy_(before)
         self._before.clear()
 
     def add(self, function: Callable[..., Any], args: Any, kwargs: Any, returned: Any) -> None:
-        """A call that was made."""
+        """Adds a call that was run."""
         there = {_number(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         results = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor)]
         fresh = {i: tensor for i, tensor in enumerate(results) if _number(tensor) not in there}

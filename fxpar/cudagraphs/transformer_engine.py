@@ -40,7 +40,7 @@ class _StepFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
-        """Zero; the gradients are put aside."""
+        """Returns zero; the gradients are put aside."""
         owner = ctx.owner
         names = owner.calls.step.tangents
         named = dict(zip(owner.outputs, tangents, strict=True))
