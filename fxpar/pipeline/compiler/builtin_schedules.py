@@ -169,7 +169,7 @@ def _one_forward_one_backward(sizes: _ScheduleSizes, rank: int) -> _Made:
 
 
 def _zb_h1(sizes: _ScheduleSizes, rank: int) -> _Made:
-    """Rank r runs the weight part r input parts later: all ranks then hold as many activations as rank 0 of `1f1b`."""
+    """Runs weight parts r input parts later on rank r: all ranks then hold as many activations as rank 0 of `1f1b`."""
     warmup = min(sizes.p - 1 - rank + (sizes.v - 1) * sizes.n, sizes.m * sizes.v)
     return _alternating(sizes, warmup, behind=rank)
 

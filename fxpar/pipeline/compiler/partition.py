@@ -112,7 +112,7 @@ class _Cutting:
         return self._seconds[end] - self._seconds[start] + self._units.send[start] + sent
 
     def bytes(self, stage: int, start: int, end: int) -> float:
-        """Of the stage's weights, and of what its microbatches in flight keep."""
+        """Returns bytes of the stage's weights, and of what its microbatches in flight keep."""
         in_flight = self._ranks - stage % self._ranks
         return self._held[end] - self._held[start] + in_flight * (self._kept[end] - self._kept[start])
 
@@ -140,7 +140,7 @@ class _Cutting:
     def _table(
         self, measure: Measure, join: Callable[[float, float], float], within: Sequence[tuple[Measure, float]]
     ) -> list[dict[int, tuple[float, int]]]:
-        """By stage and place of its end: the least of the stages up to it, and where it begins."""
+        """Returns, by stage and place of its end, the least of the stages up to it, and where it begins."""
         rows: list[dict[int, tuple[float, int]]] = []
         before: dict[int, tuple[float, int]] = {0: (0.0, 0)}
         for stage in range(self._stages):
@@ -400,7 +400,7 @@ def _behind(choice: StageChoice, place: int) -> str:
 
 
 def _rank(other: Goals, best: Goals) -> tuple[float, float, float]:
-    """By how much more than the slack it misses each goal, one after the other."""
+    """Returns by how much more than the slack it misses each goal, one after the other."""
     longer, more = (max(0.0, a - b * (1 + SLACK)) for a, b in ((other.longest, best.longest), (other.most, best.most)))
     return longer, more, other.crossing
 

@@ -146,7 +146,7 @@ class Schedule:
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
-        """For each stage the rank that holds it."""
+        """Returns for each stage the rank that holds it."""
         return tuple(self.style.rank(stage, self.pp) for stage in range(self.stages))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ def _positions(schedule: Schedule, rank: int) -> _Positions:
 
 
 def _check_complete(schedule: Schedule, rank: int, positions: _Positions) -> None:
-    """Each stage runs each microbatch forward and, in training, backward, whole or in its two parts."""
+    """Checks that each stage runs each microbatch forward and, in training, backward, whole or in two parts."""
     every = [(stage, mb) for stage in schedule.stages_of(rank) for mb in range(schedule.microbatches)]
     for stage, mb in every:
         if (stage, F, mb) not in positions:
@@ -112,7 +112,7 @@ def _missing(rank: int, action: Action) -> ScheduleError:
 
 
 def _check_order(schedule: Schedule, rank: int, positions: _Positions) -> None:
-    """What a rank needs of its own comes before."""
+    """Checks that what a rank needs of its own actions comes before."""
     actions, stages = schedule.ranks[rank], set(schedule.stages_of(rank))
     for position, (stage, phase, mb) in enumerate(actions):
         if phase is F:
