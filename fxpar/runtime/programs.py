@@ -145,8 +145,13 @@ class Programs:
 
     @property
     def of_sizes(self) -> tuple[str, ...]:
-        """Returns the sizes of each program, where some are for certain sizes alone."""
-        return size_programs(self._known)
+        """Returns the sizes of each program, of modes and structures with several, or with one for some sizes alone."""
+        texts = []
+        for programs in self._known.values():
+            # A single program for all sizes is the normal case, of which a report has nothing to say.
+            is_one = len(programs) == 1 and not programs[0].captured.fixed and not programs[0].program.conditions
+            texts += [] if is_one else [sizes_text(compiled.program) for compiled in programs]
+        return tuple(texts)
 
     def bound(
         self,
@@ -257,7 +262,7 @@ class Programs:
     def _compile(
         self, batch: Any, with_loss: bool, loss: Any = "", model: nn.Module | None = None, **options: Any
     ) -> Compiled:
-        """Leaves inference mode for `_compile_outside`: what it makes can neither be traced nor differentiated there."""
+        """Leaves inference mode for `_compile_outside`: what is made in it can neither be traced nor differentiated."""
         if not torch.is_inference_mode_enabled():
             return self._compile_outside(batch, with_loss, loss, model, **options)
         with torch.inference_mode(False):
@@ -467,13 +472,3 @@ def check_count(known: Sequence[Compiled], batch: Any, most: int) -> None:
         where="batch",
         remedy=f"pad batches to at most {most} lengths, or raise Plan(size_programs={most})",
     )
-
-
-def size_programs(known: Mapping[Any, Sequence[Compiled]]) -> tuple[str, ...]:
-    """Returns the sizes of each program, of modes and structures with several, or with one for some sizes alone."""
-    texts = []
-    for programs in known.values():
-        # A single program for all sizes is the normal case, of which a report has nothing to say.
-        is_one = len(programs) == 1 and not programs[0].captured.fixed and not programs[0].program.conditions
-        texts += [] if is_one else [sizes_text(compiled.program) for compiled in programs]
-    return tuple(texts)

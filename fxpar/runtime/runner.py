@@ -392,14 +392,6 @@ class ForwardBackward:
         """
         return self._named(*self._bound(batch, callable(self._loss)))
 
-    def bind_all(self, batches: Sequence[Any]) -> list[BoundBatch]:
-        """Binds the microbatches of a step to their programs.
-
-        Raises:
-            InputError: as of `bind`.
-        """
-        return [self.bind(batch) for batch in batches]
-
     def bind_rows(self, batch: Any, count: int) -> list[BoundBatch]:
         """Binds the microbatches of a batch, which are of equally many of its rows, to their programs.
 

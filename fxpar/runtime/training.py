@@ -145,7 +145,7 @@ class Training:
                 self._rates[options.optimizer] = Rates(options.optimizer, self._random.device)
             self._rates[options.optimizer].refresh()
         whole = len(parts) == 1 and count > 1
-        calls = self._batches.bind_rows(parts[0], count) if whole else self._batches.bind_all(parts)
+        calls = self._batches.bind_rows(parts[0], count) if whole else [self._batches.bind(part) for part in parts]
         calls = self._runner.all_prepared(calls)
         parameters, leaves = self._tensors.parameters, self._tensors.leaves
         run = partial(self._run, parameters=parameters, options=options)
