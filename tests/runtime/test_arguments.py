@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "plan: tp": (lambda m: fxpar.Plan(tp=HUGE), "tp must be an integer from 1 to 4096, got an integer"),
     "plan: dp": (lambda m: fxpar.Plan(dp=HUGE), "dp must be an integer from 1 to 4096, got an integer"),
     "plan: seed": (lambda m: fxpar.Plan(seed=HUGE), "seed must be an integer in"),
-    "plan: cost": (lambda m: fxpar.Plan(cost=fxpar.Cost(flops=HUGE)), "cost.flops=an integer of 16610 bits"),
+    "plan: cost": (lambda m: fxpar.Plan(cost=fxpar.Cost(flops=HUGE)), "got an integer of 16610 bits"),
     "plan: another option": (lambda m: fxpar.Plan().replace(moon=3), "unknown option moon"),
     "plan: a list": (lambda m: fxpar.Plan.from_dict([("tp", 2)]), "must be a mapping"),  # type: ignore[arg-type]
     "plan: no text": (lambda m: fxpar.Plan.from_yaml(3), "must be a text, got 3"),  # type: ignore[arg-type]
@@ -104,7 +104,10 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "save_checkpoint: a zero byte": (lambda m: m.save_checkpoint("a\0b"), "folder: must be a path, got 'a\\x00b'"),
     "save_training": (lambda m: m.save_training(None, _adamw(m)), "folder: must be a path, got None"),
     "save_training: no optimizer": (lambda m: m.save_training("out", 3), "must be a torch.optim.Optimizer, got a int"),
-    "save_training: how many": (lambda m: m.save_training("out", _adamw(m), keep=-HUGE), "16610 bits is no positive"),
+    "save_training: how many": (
+        lambda m: m.save_training("out", _adamw(m), keep=-HUGE),
+        "must be a positive integer, got an integer of 16610 bits",
+    ),
     "resume_training": (lambda m: m.resume_training(3, _adamw(m)), "folder: must be a path, got 3"),
     "resume_training: a zero byte": (lambda m: m.resume_training("a\0b", _adamw(m)), "must be a path"),
     "resume_training: a long name": (lambda m: m.resume_training("x" * 5000, _adamw(m)), "File name too long"),
@@ -119,7 +122,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "report: sizes": (lambda m: m.report(sizes=3), "sizes: must be a mapping, got 3"),
     "report: too large": (
         lambda m: m.report(sizes={"b": HUGE}),
-        "of 16610 bits must be a tensor's size",
+        "must be a tensor's size, got an integer of 16610 bits",
     ),
     "report: bytes": (lambda m: m.report(sizes={"b": 2**50}), "bytes with b=1125899906842624"),
     "report: an optimizer": (lambda m: m.report(optimizer=[]), "is unknown"),
