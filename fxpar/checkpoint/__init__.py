@@ -1,1 +1,1 @@
-"""Weights of a rank: what it holds of them, their initial values, checkpoints, optimizer state, saved trainings."""
+"""How a module is saved and loaded: its state dicts, initial values, checkpoints, optimizer state and trainings."""

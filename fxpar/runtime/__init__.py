@@ -1,1 +1,1 @@
-"""Programs on real processes: the parallel module and its calls."""
+"""Programs on real processes: one rank's module, its calls and its sharded tensors."""
