@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class Own(Net):
 
 
 class Kept(torch.autograd.Function):
-    """2x; the backward is set below. It keeps its operands."""
+    """2x; keeps its operand for a backward."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
@@ -40,52 +41,53 @@ class Kept(torch.autograd.Function):
         return tensors[0] * 2
 
 
-class Clipped(Kept):
-    """Clips the gradient."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0].clamp(-0.01, 0.01)
-
-
-class Signs(Kept):
-    """The gradient's signs."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0].sign()
+def function(
+    name: str, backward: Callable[[Any, Any], Any], forward: Callable[[Any, Any], Tensor] | None = None
+) -> Any:
+    """Defines an autograd function of this module by its backward, and by its forward where that is not 2x."""
+    methods = {"backward": staticmethod(backward)} | ({"forward": staticmethod(forward)} if forward else {})
+    return type(name, (Kept,), {"__module__": __name__, "__qualname__": name, **methods})
 
 
-class Normalised(Kept):
-    """The gradient over its norm."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] / grads[0].norm()
-
-
-class Squared(Kept):
-    """The gradient times itself."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * grads[0].abs()
+def differentiated_anew(ctx: Any, gradient: Tensor) -> Tensor:
+    """Returns the gradient of tanh, found by differentiating it in the backward."""
+    with torch.enable_grad():
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        y = x.tanh()
+    return torch.autograd.grad(y, x, gradient)[0]
 
 
-class Shifted(Kept):
-    """The gradient and one more."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] + 1
+def keeping_a_size(ctx: Any, x: Tensor) -> Tensor:
+    """Leaves a size for the backward."""
+    ctx.count = x.shape[1]
+    return x * 2
 
 
-class Unasked(Kept):
-    """A gradient that does not depend on the result's."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.saved_tensors[0] * 3
+# Element-wise, and not linear in the gradient.
+Clipped = function("Clipped", lambda ctx, g: g.clamp(-0.01, 0.01))
+Signs = function("Signs", lambda ctx, g: g.sign())
+Squared = function("Squared", lambda ctx, g: g * g.abs())
+Shifted = function("Shifted", lambda ctx, g: g + 1)
+Unasked = function("Unasked", lambda ctx, g: ctx.saved_tensors[0] * 3)
+Normalised = function("Normalised", lambda ctx, g: g / g.norm())
+# Linear in the gradient; all but the last are no work for a shard.
+Centred = function("Centred", lambda ctx, g: g - g.mean(-1, keepdim=True))
+Turned = function("Turned", lambda ctx, g: g @ (ctx.saved_tensors[0].transpose(-1, -2) @ ctx.saved_tensors[0]))
+Recomputed = function("Recomputed", differentiated_anew)
+# What a size, or the device, decides.
+ByShape = function("ByShape", lambda ctx, g: g * 2, lambda ctx, x: x / x.shape[-1])
+ByNumel = function("ByNumel", lambda ctx, g: g / g.numel())
+ByLength = function("ByLength", lambda ctx, g: g / len(g))
+BySize = function("BySize", lambda ctx, g: g * (2 if g.size(-1) > 4 else 3))  # the traced size never meets the branch
+ByStride = function("ByStride", lambda ctx, g: g * g.stride(0))  # a size of another dimension
+ByShapeOfSaved = function("ByShapeOfSaved", lambda ctx, g: g / ctx.count, keeping_a_size)
+ByMean = function("ByMean", lambda ctx, g: g * 2, lambda ctx, x: x * x.mean(-1, keepdim=True))
+ByPosition = function("ByPosition", lambda ctx, g: g * 2, lambda ctx, x: x * torch.ones_like(x).cumsum(-1))
+ByDevice = function("ByDevice", lambda ctx, g: g * (3 if g.is_cuda else 2))
+ByView = function("ByView", lambda ctx, g: g * 2, lambda ctx, x: (x.reshape(2, -1) * 2).reshape(x.shape))
+# What no program can hold as it is.
+RandomBackward = function("RandomBackward", lambda ctx, g: g + torch.rand_like(g))
+Deciding = function("Deciding", lambda ctx, g: g * 2 if float(g.norm()) > 0 else g)
 
 
 class SignsOfOne(torch.autograd.Function):
@@ -102,144 +104,6 @@ class SignsOfOne(torch.autograd.Function):
         first, second = ctx.needs_input_grad
         g = grads[0] if first and second else grads[0].sign()
         return g * w if first else None, g * x if second else None
-
-
-class Centred(Kept):
-    """Takes the mean off the gradient: linear, and no work for a shard."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] - grads[0].mean(-1, keepdim=True)
-
-
-class Turned(Kept):
-    """The gradient by a matrix made of its own operand: linear in it."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (x,) = ctx.saved_tensors
-        return grads[0] @ (x.transpose(-1, -2) @ x)
-
-
-class Recomputed(Kept):
-    """The derivative of tanh, found by differentiating it anew."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        with torch.enable_grad():
-            x = ctx.saved_tensors[0].detach().requires_grad_()
-            y = x.tanh()
-        return torch.autograd.grad(y, x, grads[0])[0]
-
-
-class ByShape(Kept):
-    """Over the last size, forward."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        return tensors[0] / tensors[0].shape[-1]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * 2
-
-
-class ByNumel(Kept):
-    """Over the count of elements, backward."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] / grads[0].numel()
-
-
-class ByLength(Kept):
-    """Over the first size, as `len` gives it."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] / len(grads[0])
-
-
-class BySize(Kept):
-    """Branches on a size that the traced one never meets."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * (2 if grads[0].size(-1) > 4 else 3)
-
-
-class ByStride(Kept):
-    """A stride is a size of another dimension."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * grads[0].stride(0)
-
-
-class ByShapeOfSaved(Kept):
-    """A size that the forward leaves for the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.count = tensors[0].shape[1]
-        return tensors[0] * 2
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] / ctx.count
-
-
-class ByMean(Kept):
-    """A mean over the last dimension."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        return tensors[0] * tensors[0].mean(-1, keepdim=True)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * 2
-
-
-class ByPosition(Kept):
-    """Positions along the last dimension."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        return tensors[0] * torch.ones_like(tensors[0]).cumsum(-1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * 2
-
-
-class ByDevice(Kept):
-    """What it does may differ on another device than the traced one."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * (3 if grads[0].is_cuda else 2)
-
-
-class ByView(Kept):
-    """Folds rows in pairs, whatever their number."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        x = tensors[0]
-        return (x.reshape(2, -1) * 2).reshape(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * 2
-
-
-class RandomBackward(Kept):
-    """Rounds its gradient stochastically."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] + torch.rand_like(grads[0])
 
 
 class Overridden(Seven):
@@ -273,11 +137,3 @@ def takes_names() -> bool:
     except TypeError:
         return False
     return True
-
-
-class Deciding(Kept):
-    """Looks at the gradient's values."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * 2 if float(grads[0].norm()) > 0 else grads[0]
