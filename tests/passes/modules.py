@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from difflib import SequenceMatcher
 from functools import cache
 from typing import Any
 
@@ -330,6 +331,30 @@ def shown(program: Program, origins: bool = False) -> str:
             re.sub(r'(, )?origin="[^"]*"(, )?', r"\1", line).replace(" {}", "").replace(", }", "}") for line in body
         ]
     return "\n".join(body) + "\n"
+
+
+def changed(before: Program, after: Program) -> str:
+    """Returns the lines of the second program that are not those of the first.
+
+    `… 3` stands for three lines that both have, and `- ` in front of a line whose name is gone.
+    """
+    old, new = (shown(program).splitlines() for program in (before, after))
+    lines = []
+    for tag, start, end, first, last in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        names = {line.split(" = ")[0] for line in new[first:last]}
+        gone = [f"- {line}" for line in old[start:end] if line.split(" = ")[0] not in names]
+        lines += [f"… {end - start}"] if tag == "equal" else [*gone, *new[first:last]]
+    return "\n".join(lines) + "\n"
+
+
+def changed_by(name: str, captured: Program, **plan: Any) -> str:
+    """Returns what the default pass of this name changes in a captured program under a plan."""
+    names = [each.name for each in DEFAULT_PASSES]
+    program = captured.with_(plan=captured.plan.replace(**plan))
+    before, after = (
+        PassManager(DEFAULT_PASSES, STATIC).run(program, until=until) for until in (names[names.index(name) - 1], name)
+    )
+    return changed(before, after)
 
 
 def layouts(program: Program) -> dict[str, str]:

@@ -26,6 +26,7 @@ from tests.passes.modules import (
     NormedHeads,
     UnequalAttention,
     build,
+    changed_by,
     run,
     shown,
 )
@@ -33,126 +34,58 @@ from tests.passes.modules import (
 ATTENTION = {"qkv": "head", "out": "row"}
 
 FUSED_LOCAL = """\
-%norm_weight = parameter["norm.weight"] : f32[96] tp:I
-%norm_bias = parameter["norm.bias"] : f32[96] tp:I
-%qkv_weight = parameter["qkv.weight"] : f32[288, 96] tp:S(0: 3 x 96) {role="head"}
-%qkv_bias = parameter["qkv.bias"] : f32[288] tp:S(0: 3 x 96) {role="head"}
-%out_weight = parameter["out.weight"] : f32[96, 96] tp:S(1) {role="row"}
-%out_bias = parameter["out.bias"] : f32[96] tp:I {role="row"}
-%x = input["x"] : f32[b, s, 96] tp:R
-%tp_gradients = fxpar.sum_gradients[tp](%norm_bias, %norm_weight) : (f32[96] tp:R; f32[96] tp:R)
-%b = aten.sym_size.int(%x, 0) : b
-%s = aten.sym_size.int(%x, 1) : s
-%norm_weight_copy_to = operator.getitem(%tp_gradients, 1) : f32[96] tp:R
-%norm_bias_copy_to = operator.getitem(%tp_gradients, 0) : f32[96] tp:R
-%layer_norm = aten.layer_norm.default(%x, [96], %norm_weight_copy_to, %norm_bias_copy_to, 1e-05, False) : f32[b, s, 96] tp:R
-%linear = aten.linear.default(%layer_norm, %qkv_weight) : f32[b, s, 288] tp:S(2: 3 x 96) {role="head"}
-%linear_bias = aten.add.Tensor(%linear, %qkv_bias) : f32[b, s, 288] tp:S(2: 3 x 96) {role="bias"}
+… 15
 %split = aten.split_with_sizes.default(%linear_bias, [48, 48, 48], 2) : (f32[b, s, 96] tp:S(2); f32[b, s, 96] tp:S(2); f32[b, s, 96] tp:S(2))
-%getitem = operator.getitem(%split, 0) : f32[b, s, 96] tp:S(2)
-%getitem_1 = operator.getitem(%split, 1) : f32[b, s, 96] tp:S(2)
-%getitem_2 = operator.getitem(%split, 2) : f32[b, s, 96] tp:S(2)
+… 3
 %view = aten.view.default(%getitem, [%b, %s, 4, 12]) : f32[b, s, 8, 12] tp:S(2)
-%transpose = aten.transpose.int(%view, 1, 2) : f32[b, 8, s, 12] tp:S(1)
+… 1
 %view_1 = aten.view.default(%getitem_1, [%b, %s, 4, 12]) : f32[b, s, 8, 12] tp:S(2)
-%transpose_1 = aten.transpose.int(%view_1, 1, 2) : f32[b, 8, s, 12] tp:S(1)
+… 1
 %view_2 = aten.view.default(%getitem_2, [%b, %s, 4, 12]) : f32[b, s, 8, 12] tp:S(2)
-%transpose_2 = aten.transpose.int(%view_2, 1, 2) : f32[b, 8, s, 12] tp:S(1)
-%scaled_dot_product_attention = aten.scaled_dot_product_attention.default(%transpose, %transpose_1, %transpose_2, None, 0.0, True) : f32[b, 8, s, 12] tp:S(1)
-%transpose_3 = aten.transpose.int(%scaled_dot_product_attention, 1, 2) : f32[b, s, 8, 12] tp:S(2)
+… 3
 %view_3 = aten.view.default(%transpose_3, [%b, %s, 48]) : f32[b, s, 96] tp:S(2)
-%linear_1 = aten.linear.default(%view_3, %out_weight) : f32[b, s, 96] tp:P {role="row"}
-%linear_1_reduce_from = fxpar.reduce_from[tp](%linear_1) : f32[b, s, 96] tp:P→I
-%linear_1_bias = aten.add.Tensor(%linear_1_reduce_from, %out_bias) : f32[b, s, 96] tp:I {role="bias"}
-%square = aten.square.default(%linear_1_bias) : f32[b, s, 96] tp:I
-%sum_1 = aten.sum.default(%square) : f32[] tp:I
-return output=%sum_1
+… 6
 """  # noqa: E501
 
 GROUPED_LOCAL = """\
-%q_weight = parameter["q.weight"] : f32[96, 96] tp:S(0) {role="head"}
-%out_weight = parameter["out.weight"] : f32[96, 96] tp:S(1) {role="row"}
-%k_weight = parameter["k.weight"] : f32[48, 96] tp:S(0) {role="head"}
-%v_weight = parameter["v.weight"] : f32[48, 96] tp:S(0) {role="head"}
-%x = input["x"] : f32[b, s, 96] tp:R
-%b = aten.sym_size.int(%x, 0) : b
-%s = aten.sym_size.int(%x, 1) : s
-%linear = aten.linear.default(%x, %q_weight) : f32[b, s, 96] tp:S(2) {role="head"}
+… 8
 %view = aten.view.default(%linear, [%b, %s, 4, 12]) : f32[b, s, 8, 12] tp:S(2)
-%transpose = aten.transpose.int(%view, 1, 2) : f32[b, 8, s, 12] tp:S(1)
-%linear_1 = aten.linear.default(%x, %k_weight) : f32[b, s, 48] tp:S(2) {role="head"}
+… 2
 %view_1 = aten.view.default(%linear_1, [%b, %s, 2, 12]) : f32[b, s, 4, 12] tp:S(2)
-%transpose_1 = aten.transpose.int(%view_1, 1, 2) : f32[b, 4, s, 12] tp:S(1)
-%linear_2 = aten.linear.default(%x, %v_weight) : f32[b, s, 48] tp:S(2) {role="head"}
+… 2
 %view_2 = aten.view.default(%linear_2, [%b, %s, 2, 12]) : f32[b, s, 4, 12] tp:S(2)
-%transpose_2 = aten.transpose.int(%view_2, 1, 2) : f32[b, 4, s, 12] tp:S(1)
-%unsqueeze = aten.unsqueeze.default(%transpose_1, 2) : f32[b, 4, 1, s, 12] tp:S(1)
+… 2
 %expand = aten.expand.default(%unsqueeze, [%b, 2, 2, %s, 12]) : f32[b, 4, 2, s, 12] tp:S(1)
-%clone = aten.clone.default(%expand, memory_format=memory_format.contiguous_format) : f32[b, 4, 2, s, 12] tp:S(1)
+… 1
 %_unsafe_view = aten.view.default(%clone, [%b, 4, %s, 12]) : f32[b, 8, s, 12] tp:S(1)
-%unsqueeze_1 = aten.unsqueeze.default(%transpose_2, 2) : f32[b, 4, 1, s, 12] tp:S(1)
+… 1
 %expand_1 = aten.expand.default(%unsqueeze_1, [%b, 2, 2, %s, 12]) : f32[b, 4, 2, s, 12] tp:S(1)
-%clone_1 = aten.clone.default(%expand_1, memory_format=memory_format.contiguous_format) : f32[b, 4, 2, s, 12] tp:S(1)
+… 1
 %_unsafe_view_1 = aten.view.default(%clone_1, [%b, 4, %s, 12]) : f32[b, 8, s, 12] tp:S(1)
-%scaled_dot_product_attention = aten.scaled_dot_product_attention.default(%transpose, %_unsafe_view, %_unsafe_view_1) : f32[b, 8, s, 12] tp:S(1)
-%transpose_3 = aten.transpose.int(%scaled_dot_product_attention, 1, 2) : f32[b, s, 8, 12] tp:S(2)
+… 2
 %view_3 = aten.view.default(%transpose_3, [%b, %s, 48]) : f32[b, s, 96] tp:S(2)
-%linear_3 = aten.linear.default(%view_3, %out_weight) : f32[b, s, 96] tp:P {role="row"}
-%linear_3_reduce_from = fxpar.reduce_from[tp](%linear_3) : f32[b, s, 96] tp:P→I
-%square = aten.square.default(%linear_3_reduce_from) : f32[b, s, 96] tp:I
-%sum_1 = aten.sum.default(%square) : f32[] tp:I
-return output=%sum_1
-"""  # noqa: E501
+… 5
+"""
 
 INTERLEAVED_LOCAL = """\
-%qkv_weight = parameter["qkv.weight"] : f32[288, 96] tp:S(0) {role="head"}
-%qkv_bias = parameter["qkv.bias"] : f32[288] tp:S(0) {role="head"}
-%out_weight = parameter["out.weight"] : f32[96, 96] tp:S(1) {role="row"}
-%out_bias = parameter["out.bias"] : f32[96] tp:I {role="row"}
-%x = input["x"] : f32[b, s, 96] tp:R
-%slopes = input["slopes"] : f32[8, 1, 1] tp:R
-%rng = input["fxpar.rng"] : i64[3] tp:R
-%tp_index = fxpar.axis_index[tp]() : i64[] tp:V
-%b = aten.sym_size.int(%x, 0) : b
-%s = aten.sym_size.int(%x, 1) : s
-%linear = aten.linear.default(%x, %qkv_weight) : f32[b, s, 288] tp:S(2) {role="head"}
-%linear_bias = aten.add.Tensor(%linear, %qkv_bias) : f32[b, s, 288] tp:S(2) {role="bias"}
+… 12
 %view = aten.view.default(%linear_bias, [%b, %s, 4, 3, 12]) : f32[b, s, 8, 3, 12] tp:S(2)
-%select = aten.select.int(%view, 3, 0) : f32[b, s, 8, 12] tp:S(2)
-%transpose = aten.transpose.int(%select, 1, 2) : f32[b, 8, s, 12] tp:S(1)
-%select_1 = aten.select.int(%view, 3, 1) : f32[b, s, 8, 12] tp:S(2)
-%transpose_1 = aten.transpose.int(%select_1, 1, 2) : f32[b, 8, s, 12] tp:S(1)
-%select_2 = aten.select.int(%view, 3, 2) : f32[b, s, 8, 12] tp:S(2)
-%transpose_2 = aten.transpose.int(%select_2, 1, 2) : f32[b, 8, s, 12] tp:S(1)
-%transpose_3 = aten.transpose.int(%transpose_1, -1, -2) : f32[b, 8, 12, s] tp:S(1)
-%matmul = aten.matmul.default(%transpose, %transpose_3) : f32[b, 8, s, s] tp:S(1)
-%slopes_r_to_s = fxpar.r_to_s[tp](%slopes) : f32[8, 1, 1] tp:R→S(0)
-%add = aten.add.Tensor(%matmul, %slopes_r_to_s) : f32[b, 8, s, s] tp:S(1)
-%softmax = aten.softmax.int(%add, -1) : f32[b, 8, s, s] tp:S(1)
-%dropout = fxpar.dropout(%softmax, %rng, 0.1, [%tp_index]) : f32[b, 8, s, s] tp:S(1) {random=325815778}
-%matmul_1 = aten.matmul.default(%dropout, %transpose_2) : f32[b, 8, s, 12] tp:S(1)
-%transpose_4 = aten.transpose.int(%matmul_1, 1, 2) : f32[b, s, 8, 12] tp:S(2)
-%clone = aten.clone.default(%transpose_4, memory_format=memory_format.contiguous_format) : f32[b, s, 8, 12] tp:S(2)
+… 15
 %_unsafe_view = aten.view.default(%clone, [%b, %s, 48]) : f32[b, s, 96] tp:S(2)
-%linear_1 = aten.linear.default(%_unsafe_view, %out_weight) : f32[b, s, 96] tp:P {role="row"}
-%linear_1_reduce_from = fxpar.reduce_from[tp](%linear_1) : f32[b, s, 96] tp:P→I
-%linear_1_bias = aten.add.Tensor(%linear_1_reduce_from, %out_bias) : f32[b, s, 96] tp:I {role="bias"}
-%square = aten.square.default(%linear_1_bias) : f32[b, s, 96] tp:I
-%sum_1 = aten.sum.default(%square) : f32[] tp:I
-return output=%sum_1
+… 6
 """
 
 
 @pytest.mark.parametrize(
-    ("kind", "split", "wanted"),
+    ("kind", "split", "expected"),
     [
         (FusedAttention, ATTENTION, FUSED_LOCAL),
         (GroupedAttention, {"[qkv]": "head", "out": "row"}, GROUPED_LOCAL),
         (InterleavedAttention, ATTENTION, INTERLEAVED_LOCAL),
     ],
 )
-def test_golden(kind: Callable[..., nn.Module], split: dict[str, str], wanted: str) -> None:
-    assert shown(run(build(kind)[1], split)) == wanted
+def test_golden(kind: Callable[..., nn.Module], split: dict[str, str], expected: str) -> None:
+    assert changed_by("localize", build(kind)[1].program, split=split) == expected
 
 
 MODULES: list[tuple[Callable[..., nn.Module], tuple[bool, ...], dict[str, str]]] = [
