@@ -54,7 +54,7 @@ def differentiated_anew(ctx: Any, gradient: Tensor) -> Tensor:
     with torch.enable_grad():
         x = ctx.saved_tensors[0].detach().requires_grad_()
         y = x.tanh()
-    return torch.autograd.grad(y, x, gradient)[0]
+    return torch.autograd.grad(y, x, gradient)[0]  # type: ignore[no-any-return]
 
 
 def keeping_a_size(ctx: Any, x: Tensor) -> Tensor:

@@ -59,7 +59,6 @@ class Gated(Looped):
         return (up + 1) * gate * torch.sigmoid(gate * 1.702)
 
     def activated(self, inner: Tensor) -> Tensor:
-        """As there."""
         return self._apply_gate(inner)
 
 
@@ -73,11 +72,9 @@ class Plain(Looped):
         self.act_fn = nn.GELU()
 
     def product(self, name: str, e: Any, x: Tensor) -> Tensor:
-        """As there."""
         return super().product("up_proj" if name == "gate_up_proj" else name, e, x)
 
     def activated(self, inner: Tensor) -> Tensor:
-        """As there."""
         return self.act_fn(inner)  # type: ignore[no-any-return]
 
 
@@ -101,7 +98,6 @@ class Listed(nn.ModuleList):
         super().__init__(Expert() for _ in range(EXPERTS))
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """As there."""
         total = torch.zeros_like(hidden)
         for e, expert in enumerate(self):
             tokens, places = torch.where(chosen == e)

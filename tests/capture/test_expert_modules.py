@@ -22,7 +22,7 @@ from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 from tests.capture.named import EXPERTS, INNER, WIDTH, Gated, Listed, Looped, Named, Plain, batch
 from tests.cli.tool import fxpar
 
@@ -63,8 +63,7 @@ def test_they_are_the_single_device_s(made: Any, options: dict[str, Any], plan: 
     torch.manual_seed(0)
     model = Named(made(**options), made(**options)).double()
     experts = replace(_experts(plan), expert_modules=ALL)
-    found = verify(model, batch(), Plan(**{**plan, "experts": experts}))
-    assert found.ok, found.values
+    expect(verify(model, batch(), Plan(**{**plan, "experts": experts})))
     assert made.forward.__code__.co_filename.endswith("named.py")
 
 
@@ -120,8 +119,7 @@ def test_without_a_line_the_loop_is_refused() -> None:
 
 def test_one_that_is_recognised_needs_no_line() -> None:
     torch.manual_seed(0)
-    found = verify(Named(Listed()).double(), batch(), Plan(dp=2, ep=2))
-    assert found.ok, found.values
+    expect(verify(Named(Listed()).double(), batch(), Plan(dp=2, ep=2)))
 
 
 # ---------------------------------------------------------------------- what is no such module
@@ -131,7 +129,6 @@ class Limited(Looped):
     """Limits beyond which values are rare."""
 
     def activated(self, inner: Tensor) -> Tensor:
-        """As there."""
         return super().activated(inner).clamp(-30.0, 30.0)
 
 
@@ -139,7 +136,6 @@ class Squared(Looped):
     """Other weights than the given ones."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As there."""
         return super().forward(hidden_states, top_k_index, top_k_weights.square())
 
 
@@ -147,7 +143,6 @@ class Next(Looped):
     """Other experts than the given ones."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As there."""
         return super().forward(hidden_states, (top_k_index + 1) % EXPERTS, top_k_weights)
 
 
@@ -155,7 +150,6 @@ class Detached(Looped):
     """The router gets no gradient."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As there."""
         return super().forward(hidden_states, top_k_index, top_k_weights.detach())
 
 
@@ -163,7 +157,6 @@ class Frozen(Looped):
     """One matrix gets none."""
 
     def product(self, name: str, e: Any, x: Tensor) -> Tensor:
-        """As there."""
         if name == "gate_up_proj":
             return super().product(name, e, x)
         return x @ self.get_parameter(name)[e].detach().T + self.get_parameter(f"{name}_bias")[e]
@@ -173,7 +166,6 @@ class Halved(Looped):
     """One matrix gets half of its gradient."""
 
     def product(self, name: str, e: Any, x: Tensor) -> Tensor:
-        """As there."""
         matrix = getattr(self, name)[e]
         return x @ (matrix / 2 + matrix.detach() / 2).T + getattr(self, f"{name}_bias")[e]  # type: ignore[no-any-return]
 
@@ -182,7 +174,6 @@ class Dropping(Looped):
     """Dropout inside of experts."""
 
     def activated(self, inner: Tensor) -> Tensor:
-        """As there."""
         return functional.dropout(super().activated(inner), 0.5)
 
 
@@ -190,7 +181,6 @@ class Wide(Looped):
     """Tokens of another width than its matrices."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As there."""
         return super().forward(hidden_states[:, WIDTH:], top_k_index, top_k_weights)
 
 
@@ -298,7 +288,6 @@ class Narrow(Looped):
     """A kernel that takes float32 alone."""
 
     def product(self, name: str, e: Any, x: Tensor) -> Tensor:
-        """As there."""
         if x.dtype != torch.float32:
             raise RuntimeError("takes float32")
         return super().product(name, e, x)

@@ -12,7 +12,7 @@ from fxpar.capture.capture import capture
 from fxpar.errors import PlanError
 from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 from tests.capture.named import EXPERTS, Listed, Looped, Named, batch
 
 ALL = ("layers.*.experts",)
@@ -32,7 +32,6 @@ class Counting(Looped):
         self.register_buffer("load", torch.zeros(EXPERTS, dtype=dtype))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As there."""
         self.count(torch.bincount(top_k_index.flatten(), minlength=EXPERTS).to(self.load.dtype))
         return super().forward(hidden_states, top_k_index, top_k_weights)
 
@@ -45,7 +44,6 @@ class Unseen(Counting):
     """The same where autograd does not see it."""
 
     def count(self, rows: Tensor) -> None:
-        """As there."""
         self.load.data.add_(rows)
 
 
@@ -61,7 +59,6 @@ class Leaving(Looped):
         self.loss = kept
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As there."""
         loss = top_k_weights.square().mean()
         if isinstance(self.loss, list):
             self.loss.append(loss)
@@ -112,7 +109,6 @@ class Limited(Listed):
     """Rows beyond a capacity are dropped, which is more than random choices need."""
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """As there."""
         total, most = torch.zeros_like(hidden), int(1.9 * chosen.numel() / len(self))
         for e, expert in enumerate(self):
             tokens, places = (each[:most] for each in torch.where(chosen == e))
@@ -128,7 +124,6 @@ class Last(Listed):
         self.extend([Listed()[0] for _ in range(92)])
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """As there."""
         return super().forward(hidden, chosen, torch.where(chosen == len(self) - 1, 2 * weights, weights))
 
 
@@ -142,7 +137,6 @@ class Hit(Listed):
     """A loop over the experts that have rows."""
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """As there."""
         total = torch.zeros_like(hidden)
         for e in chosen.unique().tolist():
             tokens, places = torch.where(chosen == e)
@@ -158,14 +152,12 @@ class Detached(Hit):
     """One expert is not trained."""
 
     def of(self, e: int, rows: Tensor) -> Tensor:
-        """As there."""
         return super().of(e, rows).detach() if e == 2 else super().of(e, rows)
 
 
 def test_experts_without_rows_may_be_left_out() -> None:
     torch.manual_seed(0)
     model: nn.Module = Named(Hit()).double()
-    found = verify(model, batch(), Plan(experts=Experts(expert_modules=ALL), dp=2, ep=2))
-    assert found.ok, found.values
+    expect(verify(model, batch(), Plan(experts=Experts(expert_modules=ALL), dp=2, ep=2)))
     with pytest.raises(PlanError, match="other parameters get a gradient"):
         capture(Named(Detached()), batch(), Plan(experts=Experts(expert_modules=ALL)))

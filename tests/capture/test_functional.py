@@ -14,7 +14,7 @@ from fxpar.capture.capture import capture
 from fxpar.ir.program import Program, note
 from fxpar.passes import canonicalize
 from fxpar.plan.plan import Plan
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 from tests.zoo import CASES
 
 QUICK = importlib.import_module("fxpar.capture.functional")
@@ -153,6 +153,5 @@ class Images(nn.Module):
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.matrix)])
 def test_norms_by_given_statistics_are_split(tp: int) -> None:
     torch.manual_seed(0)
-    proof = verify(Images(), {"x": torch.randn(3, 3, 7, 9)}, Plan(tp=tp))
-    assert proof.ok, proof.values
+    proof = expect(verify(Images(), {"x": torch.randn(3, 3, 7, 9)}, Plan(tp=tp)))
     assert proof.split_flops > 0.9

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fxpar.capture import graph_mutation as regions_module
 from fxpar.capture.capture import capture
 from fxpar.errors import CaptureError
-from tests.capture.models import Net, calls, close, eager, example, faithful, net, run, seeded
+from tests.capture.models import Net, calls, close, eager, example, faithful, net, run, written
 
 
 def forward_no_grad(m: Net, x: Tensor) -> Any:
@@ -193,112 +193,99 @@ def test_what_is_written_into_a_detached_value_has_its_gradient(forward: Callabl
     faithful(net(forward), example())
 
 
-class ReadBeside(Net):
-    def forward(self, x: Tensor) -> Any:
-        table = torch.ones(6, dtype=x.dtype)
-        kept = table.detach()
-        kept *= self.up.bias
-        return self.down(self.up(x) * kept * table.sin()).sum()
+def read_beside(m: Net, x: Tensor) -> Any:
+    table = torch.ones(6, dtype=x.dtype)
+    kept = table.detach()
+    kept *= m.up.bias
+    return m.down(m.up(x) * kept * table.sin()).sum()
 
 
-class ReadBetween(Net):
-    def forward(self, x: Tensor) -> Any:
-        first = torch.ones(6, dtype=x.dtype).detach()
-        second = first.detach()
-        second *= self.up.bias
-        return self.down(self.up(x) * second * first.sin()).sum()
+def read_between(m: Net, x: Tensor) -> Any:
+    first = torch.ones(6, dtype=x.dtype).detach()
+    second = first.detach()
+    second *= m.up.bias
+    return m.down(m.up(x) * second * first.sin()).sum()
 
 
-class ChangeUnderNoGrad(Net):
-    def forward(self, x: Tensor) -> Any:
-        h = self.up(x)
-        with torch.no_grad():
-            h.mul_(2)
-        return self.down(h * h).sum()
+def change_under_no_grad(m: Net, x: Tensor) -> Any:
+    h = m.up(x)
+    with torch.no_grad():
+        h.mul_(2)
+    return m.down(h * h).sum()
 
 
-class ChangeOfDetached(Net):
-    def forward(self, x: Tensor) -> Any:
-        h = self.up(x)
-        h.detach().mul_(2)
-        return self.down(h.sin()).sum()
+def change_of_detached(m: Net, x: Tensor) -> Any:
+    h = m.up(x)
+    h.detach().mul_(2)
+    return m.down(h.sin()).sum()
 
 
-class ChangeOfData(Net):
-    def forward(self, x: Tensor) -> Any:
-        h = self.up(x)
-        h.data[:, 0].fill_(2.0)
-        return self.down(h.sin()).sum()
+def change_of_data(m: Net, x: Tensor) -> Any:
+    h = m.up(x)
+    h.data[:, 0].fill_(2.0)
+    return m.down(h.sin()).sum()
 
 
-HIDDEN = [ChangeUnderNoGrad, ChangeOfDetached, ChangeOfData, ReadBeside, ReadBetween]
+HIDDEN = [change_under_no_grad, change_of_detached, change_of_data, read_beside, read_between]
 
 
-@pytest.mark.parametrize("kind", HIDDEN)
-def test_changes_that_autograd_does_not_see_are_refused(kind: type[Net]) -> None:
+@pytest.mark.parametrize("forward", HIDDEN)
+def test_changes_that_autograd_does_not_see_are_refused(forward: Callable[[Net, Tensor], Any]) -> None:
     with pytest.raises(CaptureError, match=r"test_gradients.py:\d+: changes a value in place"):
-        capture(seeded(kind), example())
+        capture(written(forward), example())
 
 
-@pytest.mark.parametrize("kind", HIDDEN)
-def test_unrefused_they_would_be_wrong(kind: type[Net], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("forward", HIDDEN)
+def test_unrefused_they_would_be_wrong(forward: Callable[[Net, Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regions_module, "_has_gradient", lambda value, parameters: False)
-    model = seeded(kind)
+    model = net(forward)
     captured = capture(model, example())
     with pytest.raises(AssertionError):
         close(eager(captured, model, example()), run(captured, model, example()))
 
 
-class AssignsData(Net):
-    def forward(self, x: Tensor) -> Any:
-        h = self.up(x) * 1
-        h.data = h.data * 2
-        return self.down(h * h).sum()
+def assigned_data(m: Net, x: Tensor) -> Any:
+    h = m.up(x) * 1
+    h.data = h.data * 2
+    return m.down(h * h).sum()
 
 
-def test_an_assignment_of_data_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"test_gradients.py:\d+: assigns `\.data`.*; compute a new value"):
-        capture(seeded(AssignsData), example())
+def hooked(m: Net, x: Tensor) -> Any:
+    h = m.up(x)
+    h.register_hook(lambda g: g * 2)
+    return m.down(h).sum()
 
 
-class Hook(Net):
-    def forward(self, x: Tensor) -> Any:
-        h = self.up(x)
-        h.register_hook(lambda g: g * 2)
-        return self.down(h).sum()
+def inner_gradient(m: Net, x: Tensor) -> Any:
+    h = m.up(x)
+    (g,) = torch.autograd.grad(h.sum(), m.up.weight, create_graph=True)
+    return m.down(h).sum() + g.sum()
 
 
-class InnerGradient(Net):
-    def forward(self, x: Tensor) -> Any:
-        h = self.up(x)
-        (g,) = torch.autograd.grad(h.sum(), self.up.weight, create_graph=True)
-        return self.down(h).sum() + g.sum()
-
-
-class Autocast(Net):
-    def forward(self, x: Tensor) -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            h = self.up(x)
-        return self.down(h.to(x.dtype)).sum()
+def autocast(m: Net, x: Tensor) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h = m.up(x)
+    return m.down(h.to(x.dtype)).sum()
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"),
+    ("forward", "reason"),
     [
-        (Hook, "a hook on a tensor's gradient is lost"),
-        (InnerGradient, "a gradient inside the forward is lost"),
-        (Autocast, "autocast chooses types"),
+        (assigned_data, r"assigns `\.data`.*; compute a new value"),
+        (hooked, "a hook on a tensor's gradient is lost"),
+        (inner_gradient, "a gradient inside the forward is lost"),
+        (autocast, "autocast chooses types"),
     ],
 )
-def test_what_a_trace_would_drop_is_refused_at_its_line(kind: type[Net], reason: str) -> None:
+def test_what_a_trace_would_drop_is_refused_at_its_line(forward: Callable[[Net, Tensor], Any], reason: str) -> None:
     with pytest.raises(CaptureError, match=rf"test_gradients.py:\d+: {reason}") as caught:
-        capture(seeded(kind), example())
+        capture(written(forward), example())
     assert caught.value.remedy
 
 
 def test_torch_export_alone_drops_a_hook() -> None:
     """The trap itself."""
-    model, x = seeded(Hook), example()
+    model, x = net(hooked), example()
     exported = torch.export.export(model, (x,), strict=False).module()
     (wanted,) = torch.autograd.grad(model(x), [model.up.weight])
     (found,) = torch.autograd.grad(exported(x), [exported.get_parameter("up.weight")])

@@ -102,9 +102,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, *others: Any) -> Any:
         return self.function(self, x, *others)
 
-    def mlp(self, x: Tensor) -> Tensor:
-        found: Tensor = x + self.drop(self.down(self.up(x).tanh()))
-        return found
+    def mlp(self, x: Tensor) -> Any:
+        return x + self.drop(self.down(self.up(x).tanh()))
 
 
 def _in_turn(model: Any, x: Tensor) -> Tensor:
@@ -144,7 +143,7 @@ def copied(function: Callable[..., Any], change: Callable[[Any], None] | None = 
     return same(make)
 
 
-def plain(m: Layer, x: Tensor, *others: Any) -> Tensor:
+def plain(m: Layer, x: Tensor, *others: Any) -> Any:
     return m.mlp(x)
 
 
@@ -196,10 +195,9 @@ def test_layers_of_other_settings_are_traced() -> None:
 def test_state_outside_of_the_layers_is_seen() -> None:
     calls: list[int] = []
 
-    def counting(m: Layer, x: Tensor) -> Tensor:
+    def counting(m: Layer, x: Tensor) -> Any:
         calls.append(1)
-        found: Tensor = m.mlp(x) * len(calls)
-        return found
+        return m.mlp(x) * len(calls)
 
     assert copied(counting) == 0
     numbers = itertools.count(1)

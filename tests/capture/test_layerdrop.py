@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +22,11 @@ class Dropping(nn.Module):
         self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
         self.skips = skips
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         hidden = self.up(x)
         if not self.skips():
             hidden = functional.dropout(hidden * hidden, 0.2)
-        result: Tensor = self.down(hidden).square().sum()
-        return result
+        return self.down(hidden).square().sum()
 
 
 def changed() -> Tensor:
@@ -71,14 +71,13 @@ class Counting(nn.Module):
         super().__init__()
         self.words, self.up = nn.Embedding(19, 8), nn.Linear(8, 12)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         positions = torch.arange(ids.shape[1])[None]
         if not (positions.expand(ids.shape[0], -1) == torch.arange(ids.shape[1])).all():
             raise ValueError("positions are not counted one by one")
         with torch.no_grad():
             waves = positions.to(torch.float32).cos()
-        result: Tensor = self.up(self.words(ids) + waves[..., None]).square().sum()
-        return result
+        return self.up(self.words(ids) + waves[..., None]).square().sum()
 
 
 def test_what_a_branch_alone_reads_is_no_part_of_the_program() -> None:
@@ -96,14 +95,13 @@ class Padding(nn.Module):
         super().__init__()
         self.up = nn.Linear(8, 12)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
         if mask is None and not torch.compiler.is_compiling():
             mask = torch.ones(x.shape[:2])
         assert mask is not None
         missing = -x.shape[1] % 4
         hidden = functional.pad(self.up(x) * mask[..., None], (0, 0, 0, missing)).unflatten(1, (-1, 4))
-        result: Tensor = hidden.amax(2).square().sum()
-        return result
+        return hidden.amax(2).square().sum()
 
 
 def test_the_reason_of_the_way_that_trains_is_told() -> None:

@@ -155,9 +155,8 @@ class Between(nn.Module):
         self.up, self.down = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 8)
         self.middle = middle
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down(self.middle(self.up(x))).square().sum()
-        return result
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.middle(self.up(x))).square().sum()
 
 
 def batch() -> dict[str, Tensor]:
@@ -284,9 +283,8 @@ class Mapped(nn.Module):
         super().__init__()
         self.heads = nn.Parameter(torch.randn(5, WIDTH, WIDTH))
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = torch.vmap(lambda head: torch.vmap(lambda row: row @ head)(x))(self.heads).sum(0)
-        return result
+    def forward(self, x: Tensor) -> Any:
+        return torch.vmap(lambda head: torch.vmap(lambda row: row @ head)(x))(self.heads).sum(0)
 
 
 class Recurrent(nn.Module):
@@ -294,9 +292,8 @@ class Recurrent(nn.Module):
         super().__init__()
         self.cells = kind(WIDTH, WIDTH, num_layers=2, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.cells(x)[0]
-        return result
+    def forward(self, x: Tensor) -> Any:
+        return self.cells(x)[0]
 
 
 # A vmap in another one asks for the number of elements: torch 2.11 has none for sizes that are symbols.

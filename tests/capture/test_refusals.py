@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,49 +15,36 @@ from torch._dynamo import trace_rules
 
 from fxpar.capture.capture import capture
 from fxpar.errors import CaptureError, InputError
-from tests.capture.models import Net, example, faithful, net, seeded
+from tests.capture.models import Net, example, faithful, net, seeded, written
 from tests.zoo import CASES
 
 
-class Branch(Net):
-    def forward(self, x: Tensor) -> Any:
-        if x.sum() > 0:
-            return self.up(x).sum()
-        return self.down(self.up(x)).sum()
+def branch(m: Net, x: Tensor) -> Any:
+    if x.sum() > 0:
+        return m.up(x).sum()
+    return m.down(m.up(x)).sum()
 
 
-class Check(Net):
-    def forward(self, x: Tensor) -> Any:
-        return self.up(x).sum() if torch.all(x > 100) else self.down(self.up(x)).sum()
+def nonzero(m: Net, x: Tensor) -> Any:
+    rows = (x[:, 0, 0] > 0).nonzero()
+    return m.down(m.up(x[rows[:, 0]])).sum()
 
 
-class Nonzero(Net):
-    def forward(self, x: Tensor) -> Any:
-        rows = (x[:, 0, 0] > 0).nonzero()
-        return self.down(self.up(x[rows[:, 0]])).sum()
+DEPENDING: dict[str, Callable[[Net, Tensor], Any]] = {
+    "Branch": branch,
+    "Check": lambda m, x: m.up(x).sum() if torch.all(x > 100) else m.down(m.up(x)).sum(),
+    "Nonzero": nonzero,
+    "MaskedRows": lambda m, x: m.down(m.up(x)[x[..., 0] > 0]).sum(),
+    "IntegerItem": lambda m, x: m.down(m.up(x)).sum() * x.argmax().item(),
+    "FloatOf": lambda m, x: m.down(m.up(x)).sum() * sum(float(v) for v in x[0, 0]),
+}
 
 
-class MaskedRows(Net):
-    def forward(self, x: Tensor) -> Any:
-        return self.down(self.up(x)[x[..., 0] > 0]).sum()
-
-
-class IntegerItem(Net):
-    def forward(self, x: Tensor) -> Any:
-        return self.down(self.up(x)).sum() * x.argmax().item()
-
-
-class FloatOf(Net):
-    def forward(self, x: Tensor) -> Any:
-        return self.down(self.up(x)).sum() * sum(float(v) for v in x[0, 0])
-
-
-@pytest.mark.parametrize("kind", [Branch, Check, Nonzero, MaskedRows, IntegerItem, FloatOf], ids=lambda k: k.__name__)
-def test_what_depends_on_values_is_refused_at_its_line(kind: type[Net], capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(
-        CaptureError, match=r"^test_refusals\.py:\d+: .*(values of tensors|value of a tensor)"
-    ) as caught:
-        capture(seeded(kind), example())
+@pytest.mark.parametrize("name", DEPENDING)
+def test_what_depends_on_values_is_refused_at_its_line(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    place = r"^test_refusals\.py:\d+: .*(values of tensors|value of a tensor)"
+    with pytest.raises(CaptureError, match=place) as caught:
+        capture(written(DEPENDING[name]), example())
     assert caught.value.remedy
     assert "def forward" not in "".join(capfd.readouterr())  # torch prints the graph of a failed trace
 
@@ -70,43 +58,39 @@ def test_masks_that_keep_the_shape_are_no_obstacle() -> None:
     faithful(net(forward), example())
 
 
-class PythonDraw(Net):
-    def forward(self, x: Tensor) -> Any:
-        return self.down(self.up(x)).sum() * random.random()
+def numpy_array(m: Net, x: Tensor) -> Any:
+    """Makes numpy raise where sizes are symbolic, after a draw and before the forward is at its end."""
+    np.put_along_axis(np.zeros((2, x.shape[1])), np.random.rand(2, 1), -1, 1)  # type: ignore[arg-type]
+    return m.down(m.up(x)).sum()
 
 
-class NumpyDraw(Net):
-    def forward(self, x: Tensor) -> Any:
-        return self.down(self.up(x)[:, np.random.permutation(5)]).sum() * 1.5
-
-
-class NumpyArray(Net):
-    """What is drawn makes numpy raise where sizes are symbolic, before the forward is at its end."""
-
-    def forward(self, x: Tensor) -> Any:
-        np.put_along_axis(np.zeros((2, x.shape[1])), np.random.rand(2, 1), -1, 1)  # type: ignore[arg-type]
-        return self.down(self.up(x)).sum()
-
-
-class WrongIndex(Net):
-    def forward(self, x: Tensor) -> Any:
-        np.put_along_axis(np.zeros((2, 5)), np.full((2, 1), 0.5), -1, 1)
-        return self.down(self.up(x)).sum()
+def wrong_index(m: Net, x: Tensor) -> Any:
+    np.put_along_axis(np.zeros((2, 5)), np.full((2, 1), 0.5), -1, 1)
+    return m.down(m.up(x)).sum()
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"),
+    ("forward", "text"),
     [
-        (PythonDraw, r"test_refusals.py:\d+: the forward draws random numbers on the host, which"),
-        (NumpyDraw, r"NumpyDraw: the forward draws random numbers on the host \(numpy\)"),
-        (NumpyArray, r"NumpyArray: the forward draws random numbers on the host \(numpy\)"),
-        (WrongIndex, r"test_refusals.py:\d+: the model cannot be traced, it raises IndexError"),
+        (
+            lambda m, x: m.down(m.up(x)).sum() * random.random(),
+            r"test_refusals.py:\d+: the forward draws random numbers on the host, which",
+        ),
+        (
+            lambda m, x: m.down(m.up(x)[:, np.random.permutation(5)]).sum() * 1.5,
+            r"Net: the forward draws random numbers on the host \(numpy\)",
+        ),
+        (numpy_array, r"Net: the forward draws random numbers on the host \(numpy\)"),
+        (wrong_index, r"test_refusals.py:\d+: the model cannot be traced, it raises IndexError"),
     ],
+    ids=["PythonDraw", "NumpyDraw", "NumpyArray", "WrongIndex"],
 )
-def test_random_numbers_of_the_host_and_errors_of_numpy_are_refused(kind: type[Net], text: str) -> None:
+def test_random_numbers_of_the_host_and_errors_of_numpy_are_refused(
+    forward: Callable[[Net, Tensor], Any], text: str
+) -> None:
     python, array = random.getstate(), np.random.get_state(legacy=False)
     with pytest.raises(CaptureError, match=text):
-        capture(seeded(kind), example())
+        capture(net(forward), example())
     assert random.getstate() == python
     assert str(np.random.get_state(legacy=False)) == str(array)
 
@@ -143,35 +127,29 @@ def test_a_size_as_a_dictionary_key_is_refused_for_what_it_is() -> None:
         capture(seeded(KeyedBySize), example())
 
 
-class Conditional(Net):
-    def forward(self, x: Tensor) -> Any:
-        h = torch.cond(x.sum() > 0, lambda v: v.sin(), lambda v: v.cos(), (self.up(x),))
-        return self.down(h).sum()
+def conditional(m: Net, x: Tensor) -> Any:
+    h = torch.cond(x.sum() > 0, lambda v: v.sin(), lambda v: v.cos(), (m.up(x),))
+    return m.down(h).sum()
 
 
 def test_control_flow_operators_are_refused() -> None:
     with pytest.raises(CaptureError, match="higher-order operator cond is not supported"):
-        capture(seeded(Conditional), example())
+        capture(net(conditional), example())
 
 
 def test_dynamo_knows_torch_s_functions_after_a_trace_in_which_it_looked_them_up() -> None:
     trace_rules.clear_lru_cache()  # as `torch.distributed.init_process_group` does
     with pytest.raises(CaptureError, match="higher-order operator cond is not supported"):
-        capture(seeded(Conditional), example())
+        capture(net(conditional), example())
     compiled = torch.compile(lambda x: x if torch.compiler.is_compiling() else -x, backend="eager", fullgraph=True)
     assert compiled(torch.ones(2)).eq(1).all()
 
 
-class Broken(Net):
-    def forward(self, x: Tensor) -> Any:
-        return self.down(x).sum()
-
-
 def test_where_nothing_works_both_reasons_are_given() -> None:
     with pytest.raises(CaptureError, match=r"test_refusals\.py:\d+: the model cannot be traced: .*; and with Dynamo: "):
-        capture(seeded(Broken), example())
+        capture(net(lambda m, x: m.down(x).sum()), example())
 
 
 def test_refusals_are_input_errors() -> None:
     with pytest.raises(InputError):
-        capture(seeded(Branch), example())
+        capture(net(branch), example())

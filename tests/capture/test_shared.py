@@ -13,7 +13,7 @@ from torch.nn import functional
 from fxpar.capture.capture import capture
 from fxpar.errors import CaptureError, CheckFailed
 from fxpar.plan.plan import Plan
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 from tests.capture.models import example, net
 
 
@@ -133,8 +133,7 @@ class Moods(nn.Module):
 def test_what_a_function_was_proved_to_be_is_not_remembered() -> None:
     for rows in (False, True):
         Moody.rows = rows
-        proof = verify(Moods(), {"x": torch.randn(3, 12)}, Plan(tp=2))
-        assert proof.ok, proof.values
+        expect(verify(Moods(), {"x": torch.randn(3, 12)}, Plan(tp=2)))
 
 
 def test_hooks_of_all_modules_are_refused_by_name() -> None:
@@ -155,8 +154,7 @@ def test_hooks_of_all_modules_are_refused_by_name() -> None:
 def test_weights_that_torch_s_own_hook_makes_are_in_the_trace() -> None:
     model = Words()
     torch.nn.utils.weight_norm(model.head)
-    proof = verify(model, ids(), Plan(tp=2))
-    assert proof.ok, proof.values
+    proof = expect(verify(model, ids(), Plan(tp=2)))
     assert {"head.weight_g", "head.weight_v"} <= {p.fqn for p in proof.program.parameters}
 
 

@@ -15,7 +15,7 @@ from fxpar.ir.program import ScalarType, TensorType, note
 from fxpar.ir.symbols import Symbol
 from fxpar.layout.symbolic_sizes import symbol
 from fxpar.plan.plan import Plan
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 from tests.capture.models import Net, close, eager, example, faithful, net, run, seeded
 from tests.zoo import CASES, VOCABULARY
 
@@ -213,8 +213,7 @@ class Numbered(nn.Module):
 def test_numbers_of_tokens_that_the_author_wrote_are_those_of_the_program() -> None:
     torch.manual_seed(0)
     ids = torch.randint(0, 31, (3, 16))
-    proof = verify(Numbered(), {"ids": ids, "labels": ids.roll(1, 1)}, Plan(tp=2))
-    assert proof.ok
+    proof = expect(verify(Numbered(), {"ids": ids, "labels": ids.roll(1, 1)}, Plan(tp=2)))
     assert proof.program.symbols == ()
 
 
@@ -255,6 +254,5 @@ class Chunked(nn.Module):
 
 def test_parts_whose_number_depends_on_a_size_pin_it() -> None:
     batch = {"x": torch.randint(32, (4, 6), generator=torch.Generator().manual_seed(0))}
-    found = verify(seeded(Chunked), batch, Plan(tp=2))
-    assert found.ok
+    found = expect(verify(seeded(Chunked), batch, Plan(tp=2)))
     assert not found.program.symbols

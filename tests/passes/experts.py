@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,11 +69,10 @@ class Routed(nn.Module):
             loss = loss + (chosen.mean(0) * shares.mean(0)).sum()
         return loss
 
-    def shares(self, tokens: Tensor) -> Tensor:
+    def shares(self, tokens: Tensor) -> Any:
         """The router's, of tokens [t, WIDTH]."""
         scores = self.router(tokens) * (0.0 if self.routing == "ties" else 1.0) + self.preferred
-        found: Tensor = scores.softmax(-1)
-        return found
+        return scores.softmax(-1)
 
 
 def batch(length: int) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class Plain(Routed):
         super().__init__(routing)
         self.choices = choices
 
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
         """Both [b, s]."""
         tokens = self.words(ids).view(-1, WIDTH)
         scores = self.router(tokens) * (0.0 if self.routing == "ties" else 1.0) + self.preferred
@@ -43,8 +44,7 @@ class Plain(Routed):
         logits = self.head(tokens + self.summed(tokens, top.indices, top.values))
         # The load of all choices, those that are dropped too.
         chosen = functional.one_hot(top.indices, EXPERTS).double().sum(1)
-        loss: Tensor = functional.cross_entropy(logits, labels.flatten()) + (chosen.mean(0) * shares.mean(0)).sum()
-        return loss
+        return functional.cross_entropy(logits, labels.flatten()) + (chosen.mean(0) * shares.mean(0)).sum()
 
     def summed(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """[tokens, h], [tokens, K] twice → [tokens, h]."""
@@ -66,7 +66,6 @@ class Dropping(Plain):
     dropped: int
 
     def summed(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """As there."""
         rows: list[list[Tensor]] = [[] for _ in tokens]
         self.dropped = 0
         for source in self.sources:

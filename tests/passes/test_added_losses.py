@@ -15,7 +15,7 @@ from fxpar.passes.canonicalize import canonicalize
 from fxpar.plan.option_groups import Operators
 from fxpar.plan.plan import Plan
 from fxpar.text.printing import print_program
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 from tests.runtime.added_jobs import NAME, AddLoss, Routed, batch
 
 
@@ -101,8 +101,7 @@ PLANS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", PLANS, ids=str)
 def test_ranks_have_the_gradients_of_one_device(options: dict[str, Any]) -> None:
-    found = verify(Routed().double(), batch(), Plan(operators=Operators(added_losses=("*.AddLoss",)), **options))
-    assert found.ok, found.values
+    expect(verify(Routed().double(), batch(), Plan(operators=Operators(added_losses=("*.AddLoss",)), **options)))
 
 
 def test_without_the_plan_s_word_data_ranks_are_refused() -> None:

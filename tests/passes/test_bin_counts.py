@@ -15,7 +15,7 @@ from fxpar.compile import compile_model
 from fxpar.errors import CaptureError
 from fxpar.experts.operators.permute import bin_counts
 from fxpar.plan.plan import Plan
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 
 WORDS, EXPERTS = 16, 4
 
@@ -33,12 +33,11 @@ class Balanced(nn.Module):
         self.words, self.gate = nn.Embedding(WORDS, 8), nn.Linear(8, EXPERTS)
         self.choose, self.count = choose, count
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         """[b, s]."""
         scores = self.gate(self.words(ids)).flatten(0, 1).softmax(-1)
         counts = self.count(self.choose(scores))
-        loss: Tensor = (counts.to(scores.dtype) * scores.mean(0)).sum() / scores.shape[0] * counts.shape[0]
-        return loss
+        return (counts.to(scores.dtype) * scores.mean(0)).sum() / scores.shape[0] * counts.shape[0]
 
 
 def ids() -> dict[str, Tensor]:
@@ -62,8 +61,7 @@ CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("plan", [{"tp": 2}, {"dp": 2}])
 def test_counts_are_the_single_device_s(name: str, plan: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    found = verify(Balanced(CHOICES[name], plainly), ids(), Plan(**plan))
-    assert found.ok, found.values
+    expect(verify(Balanced(CHOICES[name], plainly), ids(), Plan(**plan)))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from fxpar.manager import PassManager
 from fxpar.passes import canonicalize, recognize_experts
 from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 from tests.passes.chosen_layer import CHOICES, EXPERTS, FORMS, MUTANTS, WIDTH, Chosen, batch
 
 PLANS: list[dict[str, Any]] = [
@@ -62,8 +62,7 @@ def experts_of(program: Program) -> dict[str, str]:
 def test_they_are_the_single_device_s(form: str, plan: dict[str, Any]) -> None:
     """Dropout inside of experts too; rows of an odd length."""
     torch.manual_seed(0)
-    found = verify(Chosen(form, drop=0.2).double(), batch(), Plan(**plan))
-    assert found.ok, found.values
+    found = expect(verify(Chosen(form, drop=0.2).double(), batch(), Plan(**plan)))
     assert found.split_flops > 0.8
 
 
@@ -97,15 +96,13 @@ def test_what_resembles_them_is_what_it_was(form: str) -> None:
 @pytest.mark.parametrize("form", sorted(MUTANTS))
 def test_and_computes_what_it_did(form: str) -> None:
     torch.manual_seed(0)
-    found = verify(Chosen(form).double(), batch(), Plan(tp=2))
-    assert found.ok, found.values
+    expect(verify(Chosen(form).double(), batch(), Plan(tp=2)))
 
 
 class Nearest(Chosen):
     """A top-k over tokens, whose matrices are taken, and marks of one token."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """As there."""
         x = self.words(ids).view(-1, WIDTH)
         near = (x @ x.mT).topk(CHOICES)
         made = torch.einsum("tkoi,ti->tko", (x[:, :, None] * x[:, None])[near.indices], x).sum(1)
@@ -116,8 +113,7 @@ class Nearest(Chosen):
 def test_tokens_are_no_experts() -> None:
     torch.manual_seed(0)
     assert not any(name.startswith("fxpar") for name in operators(canonical(Nearest("batched"))))
-    found = verify(Nearest("batched").double(), batch(), Plan(tp=2))
-    assert found.ok, found.values
+    expect(verify(Nearest("batched").double(), batch(), Plan(tp=2)))
 
 
 def test_experts_are_on_several_ranks() -> None:
@@ -130,25 +126,26 @@ def test_experts_are_on_several_ranks() -> None:
 @pytest.mark.parametrize("policy", ["probs", "position"])
 def test_a_capacity_drops_their_rows(policy: str) -> None:
     torch.manual_seed(0)
-    found = verify(
-        Chosen("einsum").double(), batch(), Plan(dp=2, ep=2, experts=Experts(capacity_factor=0.8, drop_policy=policy))
+    expect(
+        verify(
+            Chosen("einsum").double(),
+            batch(),
+            Plan(dp=2, ep=2, experts=Experts(capacity_factor=0.8, drop_policy=policy)),
+        )
     )
-    assert found.ok, found.values
 
 
 class Reused(Chosen):
     """A loss of the experts' matrices beside, of all and of those that are chosen."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """As there."""
         _, chosen, _ = self.routed(self.words(ids))
         return super().forward(ids, labels) + self.gate_up.square().mean() + self.down[chosen].square().mean()
 
 
 def test_matrices_may_be_read_otherwise_too() -> None:
     torch.manual_seed(0)
-    found = verify(Reused("batched").double(), batch(), Plan(tp=2))
-    assert found.ok, found.values
+    expect(verify(Reused("batched").double(), batch(), Plan(tp=2)))
     with pytest.raises(LayoutError, match=r"mean.*needs the whole of dimension 0"):
         compile_program(capture(Reused("batched"), batch(), Plan(dp=2, ep=2)).program)
 
@@ -165,7 +162,6 @@ class Transformers(Chosen):
         self.transposed = transposed
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """As there."""
         moe = pytest.importorskip("transformers.integrations.moe")
         x = self.words(ids)
         tokens, chosen, weights = self.routed(x)
@@ -191,5 +187,4 @@ def test_the_function_of_transformers_is_recognised(transposed: bool) -> None:
     torch.manual_seed(0)
     model = Transformers(transposed).double()
     assert operators(canonical(model))["fxpar.grouped_linear"] == 2
-    found = verify(model, batch(), Plan(dp=2, ep=2))
-    assert found.ok, found.values
+    expect(verify(model, batch(), Plan(dp=2, ep=2)))

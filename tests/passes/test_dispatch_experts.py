@@ -20,7 +20,7 @@ from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 from fxpar.verify.static import STATIC
 from tests.passes.experts import CHOICES, EXPERTS, ROWS, WIDTH, Routed, batch, compared, dispatched
 
@@ -198,7 +198,6 @@ class Mixed(Routed):
     """Rows of experts are computed with each other."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """As there."""
         x = self.words(ids).view(-1, WIDTH)
         order, counts = torch.ops.fxpar.sort_by_expert(self.router(x).topk(CHOICES).indices, EXPERTS)
         rows = torch.ops.fxpar.moe_permute(x, order, CHOICES)
@@ -216,7 +215,6 @@ class Scaled(Routed):
     """Rows of experts are divided by a size of the batch."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """As there."""
         x = self.words(ids).view(-1, WIDTH)
         top = self.router(x).topk(CHOICES)
         order, counts = torch.ops.fxpar.sort_by_expert(top.indices, EXPERTS)
@@ -227,8 +225,7 @@ class Scaled(Routed):
 
 @pytest.mark.parametrize("dispatch", ["alltoall", "allgather", "dropless"])
 def test_a_size_that_scales_rows_is_not_their_number(dispatch: str) -> None:
-    proof = verify(Scaled().double(), batch(5), plan(2, 1, 1, 2, dispatch=dispatch))
-    assert proof.ok, proof
+    expect(verify(Scaled().double(), batch(5), plan(2, 1, 1, 2, dispatch=dispatch)))
 
 
 def _without(text: str, pattern: str) -> list[str]:

@@ -18,7 +18,7 @@ from fxpar.passes import canonicalize
 from fxpar.passes.divide_batch import divide_batch
 from fxpar.plan.plan import Plan
 from fxpar.text.printing import print_program
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 from fxpar.verify.values import call_inputs, program_state, reference_run
 
 
@@ -31,9 +31,8 @@ class Rows(nn.Module):
         self.up = nn.Linear(6, 5)
         self.loss = loss
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        found: Tensor = self.loss(self.up(x), y)
-        return found
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.loss(self.up(x), y)
 
 
 def batch(rows: int = 8) -> dict[str, Tensor]:
@@ -134,8 +133,7 @@ FEW = {
     ],
 )
 def test_ranks_have_the_mean_of_all_rows(name: str, dp: int) -> None:
-    found = verify(Rows(LOSSES[name]), batch(), Plan(dp=dp))
-    assert found.ok, found.values
+    expect(verify(Rows(LOSSES[name]), batch(), Plan(dp=dp)))
 
 
 REFUSED = {
@@ -164,9 +162,8 @@ class Two(nn.Module):
         super().__init__()
         self.up = nn.Linear(6, 5)
 
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        found: Tensor = self.up(x).sum() + self.up(z).sum()
-        return found
+    def forward(self, x: Tensor, z: Tensor) -> Any:
+        return self.up(x).sum() + self.up(z).sum()
 
 
 def test_inputs_with_different_rows_are_refused() -> None:
@@ -212,8 +209,7 @@ def test_the_mean_of_ranks_means_is_what_ranks_alone_would_have(name: str) -> No
         with pytest.raises(PlanError, match="the loss is not a mean over the batch"):
             verify(model, rows, Plan(dp=dp, loss_reduction="local_mean"))
         return
-    found = verify(model, rows, Plan(dp=dp, loss_reduction="local_mean"))
-    assert found.ok, found.values
+    expect(verify(model, rows, Plan(dp=dp, loss_reduction="local_mean")))
     captured = capture(model, rows, Plan(dp=dp, loss_reduction="local_mean"))
     state, inputs = program_state(captured.program, model), call_inputs(captured, model, rows)
     run = reference_run(captured.program, state, inputs)
@@ -231,9 +227,8 @@ def test_a_mean_over_rows_counts_rows_alone() -> None:
             super().__init__()
             self.up = nn.Linear(6, 5)
 
-        def forward(self, x: Tensor) -> Tensor:
-            loss: Tensor = self.up(x).mean(0).square().sum()
-            return loss
+        def forward(self, x: Tensor) -> Any:
+            return self.up(x).mean(0).square().sum()
 
     assert verify(Places(), {"x": torch.randn(4, 7, 6)}, Plan(dp=2)).ok
 

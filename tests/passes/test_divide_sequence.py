@@ -12,7 +12,7 @@ from fxpar.passes import annotate, canonicalize
 from fxpar.passes.divide_sequence import divide_sequence
 from fxpar.plan.plan import Plan
 from fxpar.text.printing import print_program
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 from tests.passes.modules import shown
 from tests.passes.words import Words, batch, captured, until
 
@@ -48,8 +48,7 @@ def test_the_header_says_that_a_size_is_shared_out() -> None:
 
 def test_values_are_those_of_one_device() -> None:
     torch.manual_seed(1)
-    proof = verify(Words().train(), batch(), Plan(tp=2, sequence_parallel=True))
-    assert proof.ok, proof.values
+    expect(verify(Words().train(), batch(), Plan(tp=2, sequence_parallel=True)))
 
 
 def test_without_sequence_parallelism_lengths_stay() -> None:

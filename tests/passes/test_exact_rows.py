@@ -21,7 +21,7 @@ from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 from fxpar.verify.static import STATIC
 from tests.models.test_experts import model
 from tests.passes.experts import CHOICES, EXPERTS, ROWS, WIDTH, Routed, batch, compared, dispatched
@@ -84,8 +84,7 @@ def test_other_lengths_than_the_example_s(length: int) -> None:
 def test_models_are_the_single_device_s(spec: str, mesh: tuple[int, int, int, int]) -> None:
     built = model(spec)
     example = {name: torch.cat((value, value.roll(1, 0)))[:4] for name, value in built.batch.items()}
-    found = verify(built.model, example, plan(*mesh), loss=built.loss)
-    assert found.ok, found.values
+    found = expect(verify(built.model, example, plan(*mesh), loss=built.loss))
     assert found.split_flops > 0.9
 
 

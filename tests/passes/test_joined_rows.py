@@ -32,7 +32,6 @@ class Preferred(nn.Module):
         self.halves = halves
 
     def forward(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """The loss."""
         rows = torch.cat([chosen, rejected], 0)
         scores = self.down(torch.tanh(self.up(rows)))[..., 0].sum(1)
         first, second = self.halves(scores, chosen.shape[0])
@@ -79,10 +78,9 @@ def test_halves_of_joined_rows_are_those_of_one_device(halves: str) -> None:
 
 def test_halves_of_what_one_input_brings_are_other_ranks_rows() -> None:
     class Half(Preferred):
-        def forward(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        def forward(self, chosen: Tensor, rejected: Tensor) -> Any:
             n = chosen.shape[0] // 2
-            loss: Tensor = (self.up(chosen)[:n] - self.up(rejected)[n:]).square().mean()
-            return loss
+            return (self.up(chosen)[:n] - self.up(rejected)[n:]).square().mean()
 
     with pytest.raises(FxparError):
         verify(Half(HALVES["slices"]), pairs(8), Plan(dp=2), level="static")
@@ -97,11 +95,9 @@ class Grouped(nn.Module):
         self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 1)
         self.advantages = advantages
 
-    def forward(self, x: Tensor, rewards: Tensor) -> Tensor:
-        """The loss."""
+    def forward(self, x: Tensor, rewards: Tensor) -> Any:
         scores = self.down(torch.tanh(self.up(x)))[:, 0]
-        loss: Tensor = -(self.advantages(rewards + scores) * scores).mean()
-        return loss
+        return -(self.advantages(rewards + scores) * scores).mean()
 
 
 def rewarded(rows: int = 16) -> dict[str, Tensor]:
@@ -154,9 +150,8 @@ def test_deviations_of_equal_rows_have_gradients_of_zero() -> None:
 
 def test_a_question_about_the_number_of_rows_makes_no_groups() -> None:
     class Asking(Grouped):
-        def forward(self, x: Tensor, rewards: Tensor) -> Tensor:
-            loss: Tensor = self.up(x).sum() if x.shape[0] % 4 == 0 else self.up(x).mean()
-            return loss
+        def forward(self, x: Tensor, rewards: Tensor) -> Any:
+            return self.up(x).sum() if x.shape[0] % 4 == 0 else self.up(x).mean()
 
     asked, grouped = (capture(kind(normalised), rewarded()) for kind in (Asking, Grouped))
     assert [(s.multiple, s.group) for s in asked.program.symbols] == [(1, 1)]

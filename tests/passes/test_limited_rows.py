@@ -172,7 +172,6 @@ def test_no_pass_is_at_fault_for_what_is_dropped() -> None:
 def test_a_router_that_does_not_weigh_drops_by_position_alone() -> None:
     class Added(Routed):
         def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-            """As there."""
             x = self.words(ids).view(-1, WIDTH)
             order, counts = torch.ops.fxpar.sort_by_expert(self.router(x).topk(2).indices, EXPERTS)
             made = torch.ops.fxpar.grouped_linear(
@@ -191,7 +190,6 @@ def test_a_router_that_does_not_weigh_drops_by_position_alone() -> None:
 def test_weights_may_come_behind_the_sort() -> None:
     class Late(Routed):
         def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-            """As there."""
             x = self.words(ids).view(-1, WIDTH)
             top = self.router(x).topk(2)
             order, counts = torch.ops.fxpar.sort_by_expert(top.indices, EXPERTS)

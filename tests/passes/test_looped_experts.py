@@ -18,7 +18,7 @@ from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 from fxpar.verify.faithful import compare
 from fxpar.verify.static import STATIC
 from tests.passes.looped_layer import EXPERTS, FORMS, MUTANTS, PICKED_MUTANTS, WIDTH, Looped, batch
@@ -51,8 +51,7 @@ EVERY_TIME = ("mixtral", "picked", "scattered", "masked")
 )
 def test_they_are_the_single_device_s(form: str, plan: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    found = verify(Looped(form).double(), batch(), Plan(**plan))
-    assert found.ok, found.values
+    found = expect(verify(Looped(form).double(), batch(), Plan(**plan)))
     assert found.split_flops > 0.8
 
 
@@ -80,8 +79,7 @@ def test_what_resembles_them_is_what_it_was(form: str) -> None:
 @pytest.mark.parametrize("form", sorted(MUTANTS))
 def test_and_computes_what_it_did(form: str) -> None:
     torch.manual_seed(0)
-    found = verify(Looped(form).double(), batch(), Plan(tp=2))
-    assert found.ok, found.values
+    expect(verify(Looped(form).double(), batch(), Plan(tp=2)))
 
 
 @pytest.mark.parametrize("form", sorted(PICKED_MUTANTS))
@@ -119,7 +117,6 @@ class Layers(nn.Module):
         self.words, self.layers = nn.Embedding(16, WIDTH), nn.ModuleList(Layer(form) for _ in range(3))
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """As there."""
         x = self.words(ids)
         for layer in self.layers:
             x = layer(x)
@@ -130,7 +127,6 @@ class Layer(Looped):
     """One of them."""
 
     def forward(self, x: Tensor, labels: None = None) -> Tensor:  # type: ignore[override]
-        """As there."""
         return (x + self.form(self, x).view(x.shape)).tanh()
 
 
@@ -144,15 +140,13 @@ def test_several_layers(form: str) -> None:
         ]
         == 3
     )
-    found = verify(model, batch(), Plan(dp=2, ep=2))
-    assert found.ok, found.values
+    expect(verify(model, batch(), Plan(dp=2, ep=2)))
 
 
 class Twice(Looped):
     """Two loops on one another, the second of which adds to what the first one has made."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """As there."""
         x = self.words(ids).view(-1, WIDTH)
         for _ in range(2):
             tokens, chosen, weights = self.routed(x)
@@ -170,8 +164,7 @@ def test_a_loop_may_add_to_another_one() -> None:
         ]
         == 2
     )
-    found = verify(model, batch(), Plan(dp=2, ep=2))
-    assert found.ok, found.values
+    expect(verify(model, batch(), Plan(dp=2, ep=2)))
 
 
 def test_matrices_of_a_module_each_are_stacked() -> None:

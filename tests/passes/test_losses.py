@@ -13,7 +13,7 @@ from torch.nn import functional
 from fxpar.capture.capture import capture
 from fxpar.errors import CaptureError
 from fxpar.plan.plan import Plan
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 
 Loss = Callable[..., Tensor]
 
@@ -76,8 +76,7 @@ LOSSES: dict[str, Loss] = {
     ],
 )
 def test_ranks_have_the_loss_of_all_rows(name: str, reduction: str) -> None:
-    found = verify(Scores(LOSSES[name], reduction), batch(), Plan(dp=2))
-    assert found.ok, found.values
+    expect(verify(Scores(LOSSES[name], reduction), batch(), Plan(dp=2)))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from fxpar.passes import canonicalize, divide_batch
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 from fxpar.verify.simulate_ranks import step_of
 
 Loss = Callable[[Tensor], Tensor]
@@ -33,7 +33,6 @@ class Net(nn.Module):
         self.loss = loss
 
     def forward(self, x: Tensor) -> Tensor:
-        """The loss."""
         return self.loss(self.down(self.norm(self.up(x)).relu()))
 
 
@@ -84,8 +83,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("name", "plan"), PAIRS)
 def test_ranks_compute_with_sizes_of_the_whole(name: str, plan: str) -> None:
-    found = verify(Net(LOSSES[name]), batch(), PLANS[plan])
-    assert found.ok, found.values
+    found = expect(verify(Net(LOSSES[name]), batch(), PLANS[plan]))
     text = print_program(found.program)
     assert print_program(parse_program(text)) == text
 
@@ -100,8 +98,7 @@ POWERS: dict[str, Loss] = {
 @pytest.mark.parametrize("name", POWERS)
 def test_powers_of_sizes_are_sizes(name: str) -> None:
     for sizes in ((6, 10), (5, 7)):
-        found = verify(Net(POWERS[name]), batch(*sizes), Plan(tp=2))
-        assert found.ok, found.values
+        found = expect(verify(Net(POWERS[name]), batch(*sizes), Plan(tp=2)))
     step = print_program(step_of(found.program))
     assert "**" in step
     assert print_program(parse_program(step)) == step
@@ -116,8 +113,7 @@ BEHIND: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", BEHIND)
 def test_slices_that_begin_at_a_size_from_the_end_have_their_gradient(name: str) -> None:
-    found = verify(Net(BEHIND[name]), batch(4, 7), Plan(tp=2))
-    assert found.ok, found.values
+    expect(verify(Net(BEHIND[name]), batch(4, 7), Plan(tp=2)))
 
 
 class Orders:
@@ -187,5 +183,4 @@ def test_an_operation_of_one_size_leaves_other_derivatives_as_they_are(by: int) 
     mixed = torch.ones(5, 5)
     fixing = Net(lambda z: ((z / z.std(-1, correction=z.shape[1] // by, keepdim=True)) @ mixed).square().mean())
     assert verify(fixing, batch(), Plan(tp=2)).ok
-    found = verify(Net(lambda z: (z @ mixed).square().mean()), batch(), Plan(tp=2))
-    assert found.ok, found.values
+    expect(verify(Net(lambda z: (z @ mixed).square().mean()), batch(), Plan(tp=2)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from fxpar.manager import PassManager
 from fxpar.passes import canonicalize, divide_batch
 from fxpar.plan.plan import Plan
 from fxpar.text.printing import print_program
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 
 Indexing = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -28,10 +29,8 @@ class Rows(nn.Module):
         self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 7)
         self.index = index
 
-    def forward(self, x: Tensor, i: Tensor, k: Tensor) -> Tensor:
-        """The loss."""
-        loss: Tensor = self.down(self.index(self.up(x), i, k)).square().sum()
-        return loss
+    def forward(self, x: Tensor, i: Tensor, k: Tensor) -> Any:
+        return self.down(self.index(self.up(x), i, k)).square().sum()
 
 
 BATCH = {
@@ -121,8 +120,7 @@ INDEXED: dict[str, Indexing] = {
     ],
 )
 def test_ranks_index_their_own_rows(name: str, tp: int) -> None:
-    found = verify(Rows(INDEXED[name]), BATCH, Plan(tp=tp, dp=2))
-    assert found.ok, found.values
+    expect(verify(Rows(INDEXED[name]), BATCH, Plan(tp=tp, dp=2)))
 
 
 OTHERS: dict[str, Indexing] = {

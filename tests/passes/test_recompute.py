@@ -34,10 +34,9 @@ class Regions(nn.Module):
         self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
         self.reentrant = reentrant
 
-    def body(self, index: int, x: Tensor) -> Tensor:
+    def body(self, index: int, x: Tensor) -> Any:
         h = torch.tanh(self.up[index](x)).exp()
-        found: Tensor = self.down[index](nn.functional.dropout(h, 0.5))
-        return found
+        return self.down[index](nn.functional.dropout(h, 0.5))
 
     def forward(self, x: Tensor) -> Any:
         x = self.first(x)

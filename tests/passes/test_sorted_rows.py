@@ -17,7 +17,7 @@ from fxpar.manager import PassManager
 from fxpar.passes import canonicalize, recognize_experts
 from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 from tests.passes.sorted_layer import EXPERTS, INNER, ROWS, WIDTH, Sorted, batch
 
 EVERY_TIME = 3
@@ -74,8 +74,7 @@ def operators(program: Program) -> Counter[str]:
 )
 def test_they_are_the_single_device_s(form: dict[str, Any], plan: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    found = verify(Sorted(**form), batch(), Plan(**plan))
-    assert found.ok, found.values
+    found = expect(verify(Sorted(**form), batch(), Plan(**plan)))
     assert found.split_flops > 0.9
 
 
@@ -137,7 +136,7 @@ class Chosen(nn.Module):
         self.w2 = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH))
         self.even = even
 
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
         """Both [b, s]."""
         x = self.words(ids).view(-1, WIDTH)
         scores = self.gate(x).softmax(-1)
@@ -150,8 +149,7 @@ class Chosen(nn.Module):
             ends = torch.histc(chosen.float(), bins=EXPERTS, min=0, max=EXPERTS).cumsum(0).to(torch.int32)
             places = chosen.argsort()
         made = torch._grouped_mm(torch._grouped_mm(x[places], self.w1, offs=ends).relu(), self.w2, offs=ends)
-        loss: Tensor = torch.zeros_like(x).index_add(0, places, made).square().mean() + scores.sum()
-        return loss
+        return torch.zeros_like(x).index_add(0, places, made).square().mean() + scores.sum()
 
 
 @pytest.mark.parametrize("even", [True, False])
@@ -159,8 +157,7 @@ def test_experts_that_are_not_recognised_are_split_and_stay_where_they_are(even:
     torch.manual_seed(0)
     model = Chosen(even)
     assert "fxpar.sort_by_expert" not in operators(canonical(model))
-    found = verify(model, batch(), Plan(tp=2))
-    assert found.ok, found.values
+    found = expect(verify(model, batch(), Plan(tp=2)))
     cuts = {p.fqn: str(output_layouts(found.program.node(p.node))[0]) for p in found.program.parameters}
     assert (cuts["w1"], cuts["w2"]) == ("tp:S(2)", "tp:S(1)")
     program = capture(model, batch(), Plan(tp=2, ep=2, etp=1)).program
@@ -190,8 +187,7 @@ class Dense(nn.Module):
 def test_experts_that_compute_every_token_at_once_are_split_as_other_matrices_are() -> None:
     torch.manual_seed(0)
     model = Dense()
-    found = verify(model, batch(), Plan(tp=2))
-    assert found.ok, found.values
+    found = expect(verify(model, batch(), Plan(tp=2)))
     cuts = {p.fqn: str(output_layouts(found.program.node(p.node))[0]) for p in found.program.parameters}
     assert (cuts["up"], cuts["down"]) == ("tp:S(0)", "tp:S(0)")
     with pytest.raises(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -33,9 +34,8 @@ class Mixed(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
         self.mix = mix
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        loss: Tensor = (self.second(self.mix(torch.tanh(self.first(x)))) - y).square().mean()
-        return loss
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return (self.second(self.mix(torch.tanh(self.first(x)))) - y).square().mean()
 
 
 class Recurrent(nn.Module):
@@ -45,9 +45,8 @@ class Recurrent(nn.Module):
         super().__init__()
         self.lstm = nn.LSTM(8, 8, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.lstm(x)[0]
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.lstm(x)[0]
 
 
 def best(x: Tensor) -> Tensor:
@@ -60,15 +59,13 @@ def cut(x: Tensor, most: int = 32) -> Tensor:
     return x[:, : min(most, x.shape[1])]
 
 
-def fourier(x: Tensor) -> Tensor:
-    real: Tensor = torch.fft.fftn(x, dim=(1, 2)).real
-    return real
+def fourier(x: Tensor) -> Any:
+    return torch.fft.fftn(x, dim=(1, 2)).real
 
 
-def filtered(x: Tensor) -> Tensor:
+def filtered(x: Tensor) -> Any:
     """Its derivative writes through a slice."""
-    filtered: Tensor = torch.fft.irfft(torch.fft.rfft(x, dim=1) * 2, n=x.shape[1], dim=1)
-    return filtered
+    return torch.fft.irfft(torch.fft.rfft(x, dim=1) * 2, n=x.shape[1], dim=1)
 
 
 def unfolded(x: Tensor) -> Tensor:

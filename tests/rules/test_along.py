@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,10 +25,8 @@ class Along(nn.Module):
         self.up, self.mid, self.down = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(width, 3)
         self.function = function
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The loss."""
-        loss: Tensor = self.down(self.function(self.mid(torch.tanh(self.up(x))))).square().mean()
-        return loss
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.function(self.mid(torch.tanh(self.up(x))))).square().mean()
 
 
 def batch() -> dict[str, Tensor]:
@@ -89,12 +88,10 @@ class Biased(nn.Module):
         self.table = nn.Parameter(torch.randn(9, 4))
         self.register_buffer("places", torch.arange(25).view(5, 5) % 9)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The loss."""
+    def forward(self, x: Tensor) -> Any:
         query = self.query(self.up(x)).unflatten(-1, (4, 2)).transpose(1, 2)
         bias = self.table[self.places.view(-1)].view(5, 5, -1).permute(2, 0, 1)
-        loss: Tensor = ((query @ query.mT + bias).softmax(-1) @ query).square().mean()
-        return loss
+        return ((query @ query.mT + bias).softmax(-1) @ query).square().mean()
 
 
 def test_zeros_are_summands_of_each_axis_whose_summands_they_meet() -> None:

@@ -23,7 +23,7 @@ from fxpar.rules import OpCall, Refusal, inferred, rule_of
 from fxpar.signatures.autograd_functions import nonlinearity
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 from fxpar.verify.static import STATIC, verify_static
 from tests.capture import bound, functions
 
@@ -221,8 +221,7 @@ class Around(nn.Module):
 )
 def test_a_split_model_has_the_functions_own_gradients(cls: Any, sequence_parallel: bool) -> None:
     x = torch.randn(2, 16, 96, generator=torch.Generator().manual_seed(3))
-    found = verify(Around(cls.apply), x, Plan(tp=2, sequence_parallel=sequence_parallel))
-    assert found.ok
+    found = expect(verify(Around(cls.apply), x, Plan(tp=2, sequence_parallel=sequence_parallel)))
     whole = [text for text in without_rule(found.program) if cls.__name__ in text]
     assert bool(whole) == (cls in SIZES)
 

@@ -21,7 +21,7 @@ from fxpar.plan.plan import Plan
 from fxpar.rules import OpCall, Refusal, infer, rule_of
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import placement_text
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 from fxpar.verify.simulate_ranks import SimulationResult, run_ranks, step_of
 from fxpar.verify.static import verify_static
 
@@ -253,8 +253,7 @@ class Banned(nn.Module):
 def test_padding_is_behind_infinite_and_least_values(kind: str) -> None:
     torch.manual_seed(3)
     ids = torch.randint(0, 37, (3, 8))
-    proof = verify(Banned(kind), {"ids": ids, "labels": ids.roll(1, 1)}, Plan(tp=4))
-    assert proof.ok, proof.values
+    expect(verify(Banned(kind), {"ids": ids, "labels": ids.roll(1, 1)}, Plan(tp=4)))
 
 
 class Routed(nn.Module):
@@ -281,8 +280,7 @@ class Routed(nn.Module):
 def test_of_equal_experts_a_router_takes_those_of_one_device(tp: int) -> None:
     torch.manual_seed(3)
     ids = torch.randint(0, 37, (3, 8))
-    proof = verify(Routed(), {"ids": ids, "labels": ids.roll(1, 1)}, Plan(tp=tp))
-    assert proof.ok, proof.values
+    proof = expect(verify(Routed(), {"ids": ids, "labels": ids.roll(1, 1)}, Plan(tp=tp)))
     assert not [node for node in proof.program.graph.nodes if node.target is topk]
 
 

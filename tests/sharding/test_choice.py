@@ -107,11 +107,10 @@ class Small(nn.Module):
         self.scale = nn.Parameter(torch.randn(8))
         self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         """[b, 8]."""
         h = x * self.scale
-        total: Tensor = (h + self.down(functional.relu(self.up(h)))).sum()
-        return total
+        return (h + self.down(functional.relu(self.up(h)))).sum()
 
 
 class Shared(nn.Module):
@@ -122,11 +121,10 @@ class Shared(nn.Module):
         self.scale = nn.Parameter(torch.randn(8))
         self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         """[b, 8]."""
         h = x * self.scale
-        total: Tensor = (functional.relu(self.a(h)) * self.b(h)).sum()
-        return total
+        return (functional.relu(self.a(h)) * self.b(h)).sum()
 
 
 Ends = dict[Value, tuple[Placement, ...]]

@@ -11,14 +11,13 @@ from fxpar.cli.models import build
 from fxpar.ir.program import output_layouts, tensor_type
 from fxpar.plan.plan import Plan
 from fxpar.text.printing import placement_text
-from fxpar.verification import Verification, verify
+from fxpar.verification import Verification, expect, verify
 
 
 def split(model: nn.Module, batch: dict[str, Tensor], tp: int = 2) -> tuple[Verification, dict[str, str]]:
     """The proof, and the placement of each parameter."""
     torch.manual_seed(1)
-    found = verify(model.train(), batch, Plan(tp=tp))
-    assert found.ok, found.values
+    found = expect(verify(model.train(), batch, Plan(tp=tp)))
     owned = [(p.fqn, found.program.node(p.node)) for p in found.program.parameters if p.kind == "parameter"]
     return found, {
         name: placement_text(output_layouts(node)[0].on("tp"), tensor_type(node).shape) for name, node in owned

@@ -17,7 +17,7 @@ from fxpar.plan.option_groups import Operators
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 from fxpar.verify.static import verify_static
 from tests.products import product
 from tests.rowwise import BATCH, Model, Scan, opaque, scan
@@ -43,8 +43,7 @@ def test_without_a_declaration_the_refusal_says_what_to_write(function: Any, nam
     plan=[Plan(dp=2), Plan(tp=2, dp=2), Plan(dp=4)], function__glob=[(scan, "fxpar_rows.*"), (Scan.apply, "*.Scan")]
 )
 def test_a_declared_operator_computes_its_rank_s_rows(function: Any, glob: str, plan: Plan) -> None:
-    found = verify(through(function), BATCH, plan.replace(operators=Operators(batchwise_ops=(glob,))))
-    assert found.ok, found.values
+    found = expect(verify(through(function), BATCH, plan.replace(operators=Operators(batchwise_ops=(glob,)))))
     line = layouts(found.program, "%scan")
     assert "f32[" in line
     assert "dp:S(0)" in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from fxpar.experts.operators.permute import (
 )
 from fxpar.ir.program import output_layouts
 from fxpar.plan.plan import Plan
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 
 E, K, H, N = 4, 2, 6, 10
 
@@ -141,10 +142,9 @@ def test_a_gradient_is_that_of_numbers() -> None:
     rows = x(2, 2, 3, 2).requires_grad_()
     inputs = (rows, x(2, 2, 2, 3).requires_grad_(), x(2, 2, 3).requires_grad_())
 
-    def run(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def run(rows: Tensor, weight: Tensor, bias: Tensor) -> Any:
         made: Tensor = grouped_linear(rows, weight, counts, True)
-        found: Tensor = made + expand_by_expert(bias, counts, 3)
-        return found
+        return made + expand_by_expert(bias, counts, 3)
 
     assert torch.autograd.gradcheck(run, inputs)
     assert torch.autograd.gradgradcheck(run, inputs)
@@ -198,8 +198,7 @@ class Grouped(nn.Module):
 @pytest.mark.parametrize("scored_first", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_a_layer_of_ones_own_is_split_as_an_mlp_is(scored_first: bool) -> None:
     torch.manual_seed(3)
-    found = verify(Grouped(scored_first).train(), {"x": torch.randn(3, 7, 5)}, Plan(tp=2))
-    assert found.ok, found.values
+    found = expect(verify(Grouped(scored_first).train(), {"x": torch.randn(3, 7, 5)}, Plan(tp=2)))
     program = found.program
     cuts = {p.fqn: output_layouts(program.node(p.node))[0].on("tp").dim for p in program.parameters if p.fqn[0] == "w"}
     assert cuts == {"w1": 1, "w3": 1, "w2": 2}

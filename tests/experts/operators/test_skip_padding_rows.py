@@ -18,7 +18,7 @@ from fxpar.ops.lower import leave_unread, lower
 from fxpar.ops.process_group import Group
 from fxpar.plan.option_groups import Experts, Recompute
 from fxpar.plan.plan import Plan
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 from tests.passes.experts import Routed, batch, dispatched
 
 aten, fxp = torch.ops.aten, torch.ops.fxpar
@@ -66,8 +66,7 @@ def test_what_they_hold_changes_nothing(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(permute, "UNREAD", math.nan)
     for routing in ("learned", "one"):
         torch.manual_seed(0)
-        report = verify(Routed(routing), batch(5), Plan(**own))
-        assert report.ok, report.values
+        expect(verify(Routed(routing), batch(5), Plan(**own)))
 
 
 def experts_of(counts: str = "counts", sum_over: str = "put", blocks: int = 1) -> fx.Graph:
