@@ -192,12 +192,12 @@ class CrossAttention(nn.Module):
 class SelfAttention(nn.Module):
     """torch.nn's with its default options: heads share a dimension with the batch."""
 
-    def __init__(self, count: int = HEADS) -> None:
+    def __init__(self, count: int = HEADS, **options: Any) -> None:
         super().__init__()
-        self.attend = nn.MultiheadAttention(WIDTH, count, batch_first=True)
+        self.attend, self.options = nn.MultiheadAttention(WIDTH, count, batch_first=True), options
 
     def forward(self, x: Tensor) -> Tensor:
-        return squares(self.attend(x, x, x)[0])
+        return squares(self.attend(x, x, x, **self.options)[0])
 
 
 class ConvolutionMLP(nn.Module):

@@ -1,6 +1,7 @@
 """annotate: overrides find the right cut, everything else follows, and what cannot be done is refused."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from tests.passes.modules import (
     GroupedAttention,
     InterleavedAttention,
     NormedHeads,
+    SelfAttention,
     SometimesUsed,
     TransposedMLP,
     UnequalAttention,
@@ -42,14 +44,15 @@ from tests.passes.modules import (
     squares,
     values,
 )
+from tests.products import alternate
 
 ATTENTION = {"qkv": "head", "out": "row"}
 UP_DOWN = {"*up": "column", "*down": "row"}
 
 MLP_ANNOTATED = """\
 %words_weight = parameter["words.weight"] : f32[64, 96] tp:S(0) {origin="a vocabulary that can be cut is cut"}
-%layer_norm_weight = parameter["layer.norm.weight"] : f32[96] tp:I {origin="nothing else is legal: at %layer_norm (layer.norm, modules.py:38) the operation needs the whole of dimension 0"}
-%layer_norm_bias = parameter["layer.norm.bias"] : f32[96] tp:I {origin="nothing else is legal: at %layer_norm (layer.norm, modules.py:38) the operation needs the whole of dimension 0"}
+%layer_norm_weight = parameter["layer.norm.weight"] : f32[96] tp:I {origin="nothing else is legal: at %layer_norm (layer.norm, modules.py:39) the operation needs the whole of dimension 0"}
+%layer_norm_bias = parameter["layer.norm.bias"] : f32[96] tp:I {origin="nothing else is legal: at %layer_norm (layer.norm, modules.py:39) the operation needs the whole of dimension 0"}
 %layer_up_weight = parameter["layer.up.weight"] : f32[160, 96] tp:S(0) {role="column", origin="plan: *up = column"}
 %layer_up_bias = parameter["layer.up.bias"] : f32[160] tp:S(0) {role="column", origin="plan: *up = column"}
 %layer_down_weight = parameter["layer.down.weight"] : f32[96, 160] tp:S(1) {role="row", origin="plan: *down = row"}
@@ -71,7 +74,7 @@ return output=%sum_1
 NORMED_HEADS_ANNOTATED = """\
 %q_weight = parameter["q.weight"] : f32[96, 96] tp:S(0) {role="head", origin="plan: q = head"}
 %out_weight = parameter["out.weight"] : f32[96, 96] tp:S(1) {role="row", origin="plan: out = row"}
-%norm_weight = parameter["norm.weight"] : f32[12] tp:I {origin="nothing else is legal: at %rms_norm (norm, modules.py:136) the operation needs the whole of dimension 0"}
+%norm_weight = parameter["norm.weight"] : f32[12] tp:I {origin="nothing else is legal: at %rms_norm (norm, modules.py:137) the operation needs the whole of dimension 0"}
 %x = input["x"] : f32[b, s, 96] tp:R
 %b = aten.sym_size.int(%x, 0) : b
 %s = aten.sym_size.int(%x, 1) : s
@@ -97,17 +100,6 @@ def test_golden_norm_on_heads() -> None:
     assert shown(result, origins=True) == NORMED_HEADS_ANNOTATED
 
 
-class Packed(nn.Module):
-    """`nn.MultiheadAttention`: one parameter [q | k | v] and no module of its own for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attend = nn.MultiheadAttention(WIDTH, 8, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return squares(self.attend(x, x, x, need_weights=False)[0])
-
-
 class Conv1D(nn.Module):
     """GPT-2's matrices: the input dimension first."""
 
@@ -122,101 +114,78 @@ class Conv1D(nn.Module):
 
 
 COLUMN, ROW, HEAD = "column", "row", "head"
-EQUAL, UNEQUAL = "tp:S(0: 3 x 96)", "tp:S(0: 96 | 2 x 48)"
 
-# Module, its arguments, plan, and the layouts of the parameters that it names.
-CUTS: list[tuple[str, Callable[..., nn.Module], tuple[Any, ...], dict[str, str], dict[str, str]]] = [
-    (
-        "linear by module",
+
+def pairs(text: str) -> dict[str, str]:
+    """Reads `"a=b, c=d"`."""
+    return dict(pair.split("=") for pair in text.split(", "))
+
+
+# Module, plan, and the layouts on tp of the parameters that it names.
+CUTS: dict[str, tuple[Callable[..., nn.Module], str, str]] = {
+    "linear by module": (
         MLP,
-        (),
-        {"up": COLUMN, "down": ROW},
-        {"up.weight": "tp:S(0)", "up.bias": "tp:S(0)", "down.weight": "tp:S(1)", "down.bias": "tp:I"},
+        "up=column, down=row",
+        "up.weight=S(0), up.bias=S(0), down.weight=S(1), down.bias=I",
     ),
-    (
-        "linear by parameter",
+    "linear by parameter": (
         MLP,
-        (),
-        {"up.weight": COLUMN, "down.weight": ROW, "up.bias": "replicate"},
-        {"up.weight": "tp:S(0)", "up.bias": "tp:I", "down.weight": "tp:S(1)", "down.bias": "tp:I"},
+        "up.weight=column, down.weight=row, up.bias=replicate",
+        "up.weight=S(0), up.bias=I, down.weight=S(1), down.bias=I",
     ),
-    (
-        "linear alone",
+    "linear alone": (MLP, "up.weight=column", "up.weight=S(0), up.bias=S(0), down.weight=S(1), down.bias=I"),
+    "biases by parameter": (
         MLP,
-        (),
-        {"up.weight": COLUMN},
-        {"up.weight": "tp:S(0)", "up.bias": "tp:S(0)", "down.weight": "tp:S(1)", "down.bias": "tp:I"},
+        "up.*=column, down.*=row",
+        "up.weight=S(0), up.bias=S(0), down.weight=S(1), down.bias=I",
     ),
-    (
-        "biases by parameter",
-        MLP,
-        (),
-        {"up.*": COLUMN, "down.*": ROW},
-        {"up.weight": "tp:S(0)", "up.bias": "tp:S(0)", "down.weight": "tp:S(1)", "down.bias": "tp:I"},
-    ),
-    (
-        "replicate",
-        MLP,
-        (),
-        {"*": "replicate"},
-        {"up.weight": "tp:I", "up.bias": "tp:I", "down.weight": "tp:I", "down.bias": "tp:I"},
-    ),
-    ("transposed", TransposedMLP, (), {"up": COLUMN, "down": ROW}, {"up": "tp:S(0)", "down": "tp:S(0)"}),
-    ("fused by head", FusedAttention, (), ATTENTION, {"qkv.weight": EQUAL, "qkv.bias": EQUAL, "out.weight": "tp:S(1)"}),
-    ("fused by column", FusedAttention, (), {"qkv": COLUMN}, {"qkv.weight": EQUAL, "qkv.bias": EQUAL}),
-    (
-        "fused by parameter",
+    "replicate": (MLP, "*=replicate", "up.weight=I, up.bias=I, down.weight=I, down.bias=I"),
+    "transposed": (TransposedMLP, "up=column, down=row", "up=S(0), down=S(0)"),
+    "fused by head": (
         FusedAttention,
-        (),
-        {"qkv.weight": HEAD, "qkv.bias": "replicate"},
-        {"qkv.weight": EQUAL, "qkv.bias": "tp:I"},
+        "qkv=head, out=row",
+        "qkv.weight=S(0: 3 x 96), qkv.bias=S(0: 3 x 96), out.weight=S(1)",
     ),
-    ("fused alone", FusedAttention, (), {"qkv.weight": HEAD}, {"qkv.bias": EQUAL, "out.weight": "tp:S(1)"}),
-    ("fused by row", FusedAttention, (), {"qkv": ROW}, {"qkv.weight": "tp:S(1)", "qkv.bias": "tp:I"}),
-    ("interleaved", InterleavedAttention, (), ATTENTION, {"qkv.weight": "tp:S(0)", "qkv.bias": "tp:S(0)"}),
-    ("unequal by split", UnequalAttention, (False,), ATTENTION, {"qkv.weight": UNEQUAL}),
-    ("unequal by slices", UnequalAttention, (True,), ATTENTION, {"qkv.weight": UNEQUAL}),
-    ("gate and up by chunk", GatedMLP, (), {"gate_up": COLUMN, "down": ROW}, {"gate_up.weight": "tp:S(0: 2 x 160)"}),
-    ("grouped", GroupedAttention, (), {"[qkv]": HEAD, "out": ROW}, {"q.weight": "tp:S(0)", "k.weight": "tp:S(0)"}),
-    (
-        "in_proj_weight",
-        Packed,
-        (),
-        {"*.in_proj_*": HEAD, "*.out_proj": ROW},
-        {"attend.in_proj_weight": EQUAL, "attend.in_proj_bias": EQUAL, "attend.out_proj.weight": "tp:S(1)"},
+    "fused by column": (FusedAttention, "qkv=column", "qkv.weight=S(0: 3 x 96), qkv.bias=S(0: 3 x 96)"),
+    "fused by parameter": (
+        FusedAttention,
+        "qkv.weight=head, qkv.bias=replicate",
+        "qkv.weight=S(0: 3 x 96), qkv.bias=I",
     ),
-    (
-        "Conv1D",
+    "fused alone": (FusedAttention, "qkv.weight=head", "qkv.bias=S(0: 3 x 96), out.weight=S(1)"),
+    "fused by row": (FusedAttention, "qkv=row", "qkv.weight=S(1), qkv.bias=I"),
+    "interleaved": (InterleavedAttention, "qkv=head, out=row", "qkv.weight=S(0), qkv.bias=S(0)"),
+    "unequal by split": (partial(UnequalAttention, False), "qkv=head, out=row", "qkv.weight=S(0: 96 | 2 x 48)"),
+    "unequal by slices": (partial(UnequalAttention, True), "qkv=head, out=row", "qkv.weight=S(0: 96 | 2 x 48)"),
+    "gate and up by chunk": (GatedMLP, "gate_up=column, down=row", "gate_up.weight=S(0: 2 x 160)"),
+    "grouped": (GroupedAttention, "[qkv]=head, out=row", "q.weight=S(0), k.weight=S(0)"),
+    "in_proj_weight": (
+        partial(SelfAttention, need_weights=False),
+        "*.in_proj_*=head, *.out_proj=row",
+        "attend.in_proj_weight=S(0: 3 x 96), attend.in_proj_bias=S(0: 3 x 96), attend.out_proj.weight=S(1)",
+    ),
+    "Conv1D": (
         Conv1D,
-        (),
-        ATTENTION,
-        {"qkv.weight": "tp:S(1: 3 x 96)", "qkv.bias": EQUAL, "out.weight": "tp:S(0)", "out.bias": "tp:I"},
+        "qkv=head, out=row",
+        "qkv.weight=S(1: 3 x 96), qkv.bias=S(0: 3 x 96), out.weight=S(0), out.bias=I",
     ),
-]
-
-
-MARKED = [pytest.param(*cut, marks=[pytest.mark.matrix] * (i % 2), id=name) for i, (name, *cut) in enumerate(CUTS)]
+}
 
 
 @pytest.mark.parametrize("tp", [4, pytest.param(2, marks=pytest.mark.matrix)])
-@pytest.mark.parametrize(("kind", "args", "split", "wanted"), MARKED)
-def test_overrides_find_the_cut(
-    kind: Callable[..., nn.Module], args: tuple[Any, ...], split: dict[str, str], wanted: dict[str, str], tp: int
-) -> None:
-    found = layouts(run(build(kind, *args)[1], split, tp, until="annotate"))
-    assert {name: found[name] for name in wanted} == wanted
+@pytest.mark.parametrize("name", alternate(CUTS, 0))
+def test_overrides_find_the_cut(name: str, tp: int) -> None:
+    kind, split, expected = CUTS[name]
+    cuts = layouts(run(build(kind)[1], pairs(split), tp, until="annotate"))
+    assert {fqn: cuts[fqn] for fqn in pairs(expected)} == {fqn: f"tp:{cut}" for fqn, cut in pairs(expected).items()}
 
 
-@pytest.mark.parametrize(
-    ("kind", "args", "split", "wanted"),
-    [pytest.param(*cut, marks=[] if i % 2 else [pytest.mark.matrix], id=name) for i, (name, *cut) in enumerate(CUTS)],
-)
-def test_values_stay_whatever_the_cut(
-    kind: Callable[..., nn.Module], args: tuple[Any, ...], split: dict[str, str], wanted: dict[str, str]
-) -> None:
-    report = values(kind, *args, split=split, tp=4)
+@pytest.mark.parametrize("name", alternate(CUTS, 1))
+def test_values_stay_whatever_the_cut(name: str) -> None:
+    kind, split, _ = CUTS[name]
+    report = values(kind, split=pairs(split), tp=4)
     assert report.ok, report
-    assert report.gradients == len(list(build(kind, *args)[0].parameters()))
+    assert report.gradients == len(list(build(kind)[0].parameters()))
 
 
 def test_roles_and_origins_name_the_plan_line() -> None:

@@ -172,44 +172,24 @@ def test_some_beginnings_are_given_and_the_others_chosen() -> None:
     assert compared(program).ok
 
 
-REFUSALS: Mapping[str, tuple[dict[str, Any], str]] = {
-    "a module that computes nothing": (
-        {"pp": 2, "pipeline": Pipeline({"moon": 1})},
-        "stages['moon']: no operation of the program",
-    ),
-    "another number of layers": (
-        {"pp": 2, "pipeline": Pipeline((2, 3))},
-        "2 + 3 layers are 5, and the model has 4",
-    ),
-    "modules in another order": (
-        {"pp": 3, "pipeline": Pipeline({"layers.3": 1, "layers.1": 2})},
-        "do not run in the order",
-    ),
-    "one module twice": (
-        {"pp": 3, "pipeline": Pipeline({"layers.1": 1, "layers.1.norm": 2})},
-        "do not run in the order",
-    ),
-    "the module that runs first": (
-        {"pp": 2, "pipeline": Pipeline({"words": 1})},
-        "or the first one runs first of all",
-    ),
-    "a module that every stage computes": (
-        {"pp": 2, "pipeline": Pipeline({"places": 1})},
-        "each stage computes this module for",
-    ),
-    "no unit left": (
-        {"pp": 4, "pipeline": Pipeline({"layers.0": 3})},
-        "no cut leaves each stage a unit with these beginnings",
-    ),
-    "more stages than places": ({"pp": 64}, "64 stages need 63 places to cut at, and the model has"),
+# Stages, where they begin, and the reason.
+REFUSALS: Mapping[str, tuple[int, Any, str]] = {
+    "a module that computes nothing": (2, {"moon": 1}, "stages['moon']: no operation of the program"),
+    "another number of layers": (2, (2, 3), "2 + 3 layers are 5, and the model has 4"),
+    "modules in another order": (3, {"layers.3": 1, "layers.1": 2}, "do not run in the order"),
+    "one module twice": (3, {"layers.1": 1, "layers.1.norm": 2}, "do not run in the order"),
+    "the module that runs first": (2, {"words": 1}, "or the first one runs first of all"),
+    "a module that every stage computes": (2, {"places": 1}, "each stage computes this module for"),
+    "no unit left": (4, {"layers.0": 3}, "no cut leaves each stage a unit with these beginnings"),
+    "more stages than places": (64, (), "64 stages need 63 places to cut at, and the model has"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_it_refuses(case: str) -> None:
-    options, message = REFUSALS[case]
+    pp, stages, message = REFUSALS[case]
     with pytest.raises(FxparError) as caught:
-        staged(Plan(**options))
+        staged(Plan(pp=pp, pipeline=Pipeline(stages)))
     assert message in str(caught.value)
     assert caught.value.remedy
 

@@ -85,6 +85,21 @@ def loss(reduction: int) -> OpCall:
     return call(aten.cross_entropy_loss.default, t("96 259"), ids("96"), None, reduction, -100, out=out)
 
 
+WHOLE = "the operation needs the whole of dimension {}"
+NOT_LINEAR = "the operation is not linear in its partial (P) operands: reduce them first"
+GELU = call(aten.gelu.default, t("b s 64"), out=t("b s 64"))
+ADD = call(aten.add.Tensor, t("b s 64"), t("b s 64"), out=t("b s 64"))
+WORDS = call(aten.embedding.default, t("258 96"), ids("b s"), out=t("b s 96"))
+
+
+def layer_norm(sizes: str) -> OpCall:
+    return call(aten.layer_norm.default, t(sizes), [96], t("96"), t("96"), out=t(sizes))
+
+
+def softmax(sizes: str) -> OpCall:
+    return call(aten.softmax.int, t(sizes), -1, out=t(sizes))
+
+
 MEGATRON = [
     # column: the output's features are cut; row: they are summed; a row-split product has no bias of its own
     (linear(), "R, S(0)", "S(2)"),
@@ -96,63 +111,31 @@ MEGATRON = [
     (linear(3), "R, S(0)", "S(0) of f32[64, 96] is not divisible by 3"),
     (with_bias(), "R, S(0), S(0)", "S(2)"),
     (with_bias(), "R, S(0), R", "operand bias is R where S(0) fits S(0) of weight"),
-    (with_bias(), "S(2), S(1), R", "the operation needs the whole of dimension 2"),
-    (with_bias(), "P, R, R", "the operation is not linear in its partial (P) operands: reduce them first"),
+    (with_bias(), "S(2), S(1), R", WHOLE.format(2)),
+    (with_bias(), "P, R, R", NOT_LINEAR),
     (with_bias(), "P, R, P", "P"),
     # an element-wise operation passes the cut on, and only linear ones a pending sum
-    (call(aten.gelu.default, t("b s 64"), out=t("b s 64")), "S(2)", "S(2)"),
-    (
-        call(aten.gelu.default, t("b s 64"), out=t("b s 64")),
-        "P",
-        "the operation is not linear in its partial (P) operands: reduce them first",
-    ),
-    (call(aten.add.Tensor, t("b s 64"), t("b s 64"), out=t("b s 64")), "P, P", "P"),
-    (
-        call(aten.add.Tensor, t("b s 64"), t("b s 64"), out=t("b s 64")),
-        "P, R",
-        "the operation is not linear in its partial (P) operands: reduce them first",
-    ),
+    (GELU, "S(2)", "S(2)"),
+    (GELU, "P", NOT_LINEAR),
+    (ADD, "P, P", "P"),
+    (ADD, "P, R", NOT_LINEAR),
     (call(aten.mul.Tensor, t("b s 64"), t("64"), out=t("b s 64")), "S(2), S(0)", "S(2)"),
     (call(aten.mul.Tensor, t("b s 64"), t("64"), out=t("b s 64")), "P, S(0)", "partial (P) operands meet shards (S)"),
     # norm and softmax need the whole of their dimension
-    (
-        call(aten.layer_norm.default, t("b 2*s 96"), [96], t("96"), t("96"), out=t("b 2*s 96")),
-        "S(1), R, R",
-        "S(1)",
-    ),
-    (
-        call(aten.layer_norm.default, t("b s 96"), [96], t("96"), t("96"), out=t("b s 96")),
-        "S(2), R, R",
-        "the operation needs the whole of dimension 2",
-    ),
-    (
-        call(aten.softmax.int, t("b 8 s s"), -1, out=t("b 8 s s")),
-        "S(1)",
-        "S(1)",
-    ),
-    (
-        call(aten.softmax.int, t("b 8 s 64"), -1, out=t("b 8 s 64")),
-        "S(3)",
-        "the operation needs the whole of dimension 3",
-    ),
+    (layer_norm("b 2*s 96"), "S(1), R, R", "S(1)"),
+    (layer_norm("b s 96"), "S(2), R, R", WHOLE.format(2)),
+    (softmax("b 8 s s"), "S(1)", "S(1)"),
+    (softmax("b 8 s 64"), "S(3)", WHOLE.format(3)),
     # the features of an embedding can be cut, its rows belong to an operator of their own
-    (call(aten.embedding.default, t("258 96"), ids("b s"), out=t("b s 96")), "S(1), R", "S(2)"),
-    (
-        call(aten.embedding.default, t("258 96"), ids("b s"), out=t("b s 96")),
-        "S(0), R",
-        "the operation needs the whole of dimension 0",
-    ),
+    (WORDS, "S(1), R", "S(2)"),
+    (WORDS, "S(0), R", WHOLE.format(0)),
     # a sum over tokens is partial, a mean is not their average
     (loss(2), "S(0), S(0)", "P"),
     (loss(0), "S(0), S(0)", "S(0)"),
-    (loss(1), "S(0), S(0)", "the operation needs the whole of dimension 0"),
+    (loss(1), "S(0), S(0)", WHOLE.format(0)),
     (loss(2), "P, R", "a loss is not linear in partial (P) values: reduce them first"),
     (call(aten.sum.dim_IntList, t("b s 96"), [-1], out=t("b s")), "S(2)", "P"),
-    (
-        call(aten.mean.dim, t("b s 96"), [-1], out=t("b s")),
-        "S(2)",
-        "the operation needs the whole of dimension 2",
-    ),
+    (call(aten.mean.dim, t("b s 96"), [-1], out=t("b s")), "S(2)", WHOLE.format(2)),
 ]
 
 ATTENTION = [
@@ -160,7 +143,7 @@ ATTENTION = [
     (attention(8, 8, causal=True), "S(1), S(1), S(1)", "S(1)"),
     (attention(8, 8), "R, R, P", "P"),
     (attention(8, 8), "R, R, S(3)", "S(3)"),
-    (attention(8, 8), "S(3), S(3), R", "the operation needs the whole of dimension 3"),
+    (attention(8, 8), "S(3), S(3), R", WHOLE.format(3)),
     (attention(8, 8, mask=True), "S(1), S(1), S(1), R", "S(1)"),
     (attention(8, 8, n=3), "S(1), S(1), S(1)", "S(1) of f32[b, 8, s, 12] is not divisible by 3"),
     # grouped: kv heads are cut in proportion; fewer than ranks are shared by those that have their query heads
@@ -212,20 +195,15 @@ VIEWS = [
 THREE = (t("b s 96"),) * 3
 UNEQUAL = (t("b s 96"), t("b s 48"), t("b s 48"))
 
+PARTS = call(aten.split_with_sizes.default, t("b s 192"), [96, 48, 48], 2, out=UNEQUAL)
+THIRDS = call(aten.split.Tensor, t("b s 288"), 96, -1, out=THREE)
+JOINED = call(aten.cat.default, [t("b 96"), t("b 48")], -1, out=t("b 144"))
 SEGMENTS = [
-    (call(aten.split.Tensor, t("b s 288"), 96, -1, out=THREE), "S(2: 3 x 96)", "S(2), S(2), S(2)"),
-    (call(aten.split.Tensor, t("b s 288"), 96, -1, out=THREE), "S(2)", "the cut at 0:96 tears S(2) over 2 ranks"),
-    (call(aten.split.Tensor, t("b s 288"), 96, -1, out=THREE), "P", "P, P, P"),
-    (
-        call(aten.split_with_sizes.default, t("b s 192"), [96, 48, 48], 2, out=UNEQUAL),
-        "S(2: 96 | !96)",
-        "S(2), R, R",
-    ),
-    (
-        call(aten.split_with_sizes.default, t("b s 192"), [96, 48, 48], 2, out=UNEQUAL),
-        "S(2: 96 | 2 x 48)",
-        "S(2), S(2), S(2)",
-    ),
+    (THIRDS, "S(2: 3 x 96)", "S(2), S(2), S(2)"),
+    (THIRDS, "S(2)", "the cut at 0:96 tears S(2) over 2 ranks"),
+    (THIRDS, "P", "P, P, P"),
+    (PARTS, "S(2: 96 | !96)", "S(2), R, R"),
+    (PARTS, "S(2: 96 | 2 x 48)", "S(2), S(2), S(2)"),
     (call(aten.slice.Tensor, t("b s 288"), 2, 96, 192, out=t("b s 96")), "S(2: 3 x 96)", "S(2)"),
     # gate and up interleaved element by element
     (call(aten.slice.Tensor, t("b s 96"), -1, 0, 2**63 - 1, 2, out=t("b s 48")), "S(2)", "S(2)"),
@@ -235,13 +213,9 @@ SEGMENTS = [
         "S(2)",
         "the slice 0:6:2 tears S(2) over 2 ranks",
     ),
-    (call(aten.cat.default, [t("b 96"), t("b 48")], -1, out=t("b 144")), "S(1), S(1)", "S(1: 96 | 48)"),
-    (call(aten.cat.default, [t("b 96"), t("b 48")], -1, out=t("b 144")), "S(1), R", "S(1: 96 | !48)"),
-    (
-        call(aten.cat.default, [t("b 96"), t("b 48")], -1, out=t("b 144")),
-        "S(1), P",
-        "a segment of which all ranks hold summands would be one of a value with a gradient",
-    ),
+    (JOINED, "S(1), S(1)", "S(1: 96 | 48)"),
+    (JOINED, "S(1), R", "S(1: 96 | !48)"),
+    (JOINED, "S(1), P", "a segment of which all ranks hold summands would be one of a value with a gradient"),
     (call(aten.cat.default, [t("6 8"), t("6 4")], 1, out=t("6 12")), "S(0), S(0)", "S(0)"),
     # what every rank holds would be summed n times
     (
@@ -259,7 +233,7 @@ FILLED = [
         "a number that fills in a partial (P) value would be added by every rank: reduce it first",
     ),
     (call(aten.pad.default, t("b 64"), [0, 1], out=t("b 65")), "P", "P"),
-    (call(aten.roll.default, t("6 8"), [1], out=t("6 8")), "S(0)", "the operation needs the whole of dimension 0"),
+    (call(aten.roll.default, t("6 8"), [1], out=t("6 8")), "S(0)", WHOLE.format(0)),
     (call(aten.zeros_like.default, t("b 64"), out=t("b 64")), "P", "R"),
     (call(aten.new_ones.default, t("b 64"), [3], out=t("3")), "S(1)", "R"),
     (call(aten._to_copy.default, t("b 64"), dtype=torch.bfloat16, out=t("b 64", torch.bfloat16)), "P", "P"),
@@ -309,8 +283,8 @@ def test_an_operation_without_a_rule_accepts_only_whole_operands() -> None:
     [
         (view("b s 96", "b s 8 12", 3), "S(2)", True),
         (linear(5), "S(2)", True),
-        (call(aten.softmax.int, t("6 12"), -1, out=t("6 12")), "S(1)", False),
-        (call(aten.embedding.default, t("258 96"), ids("b s"), out=t("b s 96")), "S(0)", False),
+        (softmax("6 12"), "S(1)", False),
+        (WORDS, "S(0)", False),
     ],
 )
 def test_refusals_say_whether_shapes_are_the_reason(found: OpCall, text: str, structural: bool) -> None:
