@@ -1,5 +1,6 @@
 """Complex numbers in a model: rotary embeddings as Meta's Llama has them, and complex parameters."""
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from torch.nn import functional
 
 from fxpar.plan.plan import Plan
 from fxpar.verification import expect, verify
+from tests.products import few
 
 VOCABULARY, WIDTH, HEADS = 29, 32, 4
 HEAD = WIDTH // HEADS
@@ -86,14 +88,11 @@ PLANS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("turn", "plan"),
-    [
-        pytest.param(turn, plan, marks=[] if turn in (turned_back, learnt) and plan is PLANS[0] else pytest.mark.matrix)
-        for turn in (turned, turned_back, in_parts, learnt, by_numbers)
-        for plan in PLANS
-    ],
-)
+TURNS = (turned, turned_back, in_parts, learnt, by_numbers)
+EVERY_TIME = [(turned_back, PLANS[0]), (learnt, PLANS[0])]
+
+
+@pytest.mark.parametrize(("turn", "plan"), few(itertools.product(TURNS, PLANS), EVERY_TIME))
 def test_queries_and_keys_turned_by_complex_numbers(
     turn: Callable[["Rotated", Tensor, Tensor], Tensor], plan: Plan
 ) -> None:

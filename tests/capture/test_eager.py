@@ -188,21 +188,8 @@ def mutation_of_saved(m: Any, x: Any) -> Any:
 
 
 HOOKS = [
-    on_node,
-    before_node,
-    by_map,
-    on_the_loss,
-    on_accumulation,
-    on_tensor,
-    on_several,
-    after_accumulation,
-    on_module,
-    before_module,
-    on_all_modules,
-    on_saved,
-    on_cpu,
-    on_saved_of_node,
-    mutation_of_saved,
+    *(on_node, before_node, by_map, on_the_loss, on_accumulation, on_tensor, on_several, after_accumulation),
+    *(on_module, before_module, on_all_modules, on_saved, on_cpu, on_saved_of_node, mutation_of_saved),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from types import MethodType
@@ -25,9 +26,9 @@ from fxpar.text.printing import print_program
 from fxpar.verification import expect, verify
 from tests.capture.named import EXPERTS, INNER, WIDTH, Gated, Listed, Looped, Named, Plain, batch
 from tests.cli.tool import fxpar
+from tests.products import few
 
 ALL = ("layers.*.experts",)
-EVERY_TIME = 3
 MODULES: list[tuple[Any, dict[str, Any]]] = [
     (Looped, {}),
     (Looped, {"turned": True, "biased": False}),
@@ -50,15 +51,15 @@ def _experts(plan: dict[str, Any]) -> Experts:
     return experts
 
 
-@pytest.mark.parametrize(
-    ("made", "options", "plan"),
-    [
-        pytest.param(made, options, plan, marks=[] if i == j and i < EVERY_TIME else [pytest.mark.matrix])
-        for i, (made, options) in enumerate(MODULES)
-        for j, plan in enumerate(PLANS)
-        if made is not Listed or _experts(plan).dispatch == "static"
-    ],
-)
+CASES = [
+    (*module, plan)
+    for module, plan in itertools.product(MODULES, PLANS)
+    if module[0] is not Listed or _experts(plan).dispatch == "static"
+]
+EVERY_TIME = [(*MODULES[i], PLANS[i]) for i in range(3)]
+
+
+@pytest.mark.parametrize(("made", "options", "plan"), few(CASES, EVERY_TIME))
 def test_they_are_the_single_device_s(made: Any, options: dict[str, Any], plan: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Named(made(**options), made(**options)).double()

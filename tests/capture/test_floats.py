@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from fxpar.ir.program import ScalarType, TensorType, note
 from fxpar.plan.plan import Plan
 from fxpar.text.printing import print_program
 from tests.capture.models import Net, eager, example, faithful, net, run
+from tests.products import few
 
 Forward = Callable[[Any, Tensor], Tensor]
 NUMBERS: dict[str, Forward] = {
@@ -72,14 +74,11 @@ def test_a_number_is_a_tensor_in_double_precision_until_it_meets_another() -> No
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        pytest.param(name, dtype, marks=[] if TYPES[i % 3] == dtype else [pytest.mark.matrix])
-        for i, name in enumerate(name for name in NUMBERS if name not in ("a tensor", "a remainder"))
-        for dtype in TYPES
-    ],
-)
+OF_ALL_TYPES = [name for name in NUMBERS if name not in ("a tensor", "a remainder")]
+EVERY_TIME = [*zip(OF_ALL_TYPES, itertools.cycle(TYPES), strict=False)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), few(itertools.product(OF_ALL_TYPES, TYPES), EVERY_TIME))
 def test_numbers_leave_element_types_and_roundings_as_they_are(name: str, dtype: torch.dtype) -> None:
     model, batch = net(NUMBERS[name]).to(dtype), example().to(dtype)
     captured = capture(model, batch)

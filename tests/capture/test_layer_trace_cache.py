@@ -20,6 +20,7 @@ from fxpar.errors import CaptureError
 from fxpar.text.printing import print_program
 from tests.capture.functions import Seven
 from tests.capture.repeated import MODELS, made
+from tests.products import few
 
 
 def both(make: Callable[[], tuple[nn.Module, Any, Any]]) -> tuple[int, Captured, Captured]:
@@ -77,14 +78,9 @@ FEW = {
     *((name, True) for name in ("gpt2", "gpt2 checkpointed", "gpt2 scaled by its index", "albert", "mixtral")),
     ("encoder", False),
 }
-MODES = [
-    pytest.param(name, training, marks=[] if (name, training) in FEW else [pytest.mark.matrix])
-    for training in (True, False)
-    for name in MODELS
-]
 
 
-@pytest.mark.parametrize(("name", "training"), MODES)
+@pytest.mark.parametrize(("name", "training"), few(itertools.product(MODELS, (True, False)), FEW))
 def test_programs_are_those_of_a_trace_of_each_layer(name: str, training: bool) -> None:
     count = same(lambda: made(name, training))
     # Whether others are copied may depend on what else the process holds, which their code could name.
@@ -151,45 +147,75 @@ def test_equal_layers_are_copied_whatever_they_do_not_read() -> None:
     assert copied(plain) == 4
 
 
-def test_what_differs_by_index_is_traced() -> None:
-    assert copied(lambda m, x: m.mlp(x) if m.index % 2 else m.mlp(x).sin()) == 0
-    assert copied(lambda m, x: m.mlp(x) * (vars(m)["index"] + 1)) == 0
-    assert copied(lambda m, x: m.mlp(x) * m.__dict__["index"]) == 0
+def each(name: str, value: Callable[[Any, int], Any]) -> Callable[[Any], None]:
+    """Returns a change that sets an attribute of each layer, by the model and the layer's number."""
 
-    def scaled(model: Any) -> None:
+    def change(model: Any) -> None:
         for i, layer in enumerate(model.layers):
-            layer.scale = SimpleNamespace(by=1.0 if i < 3 else 2.0)
+            setattr(layer, name, value(model, i))
 
-    assert copied(lambda m, x: m.mlp(x) * m.scale.by, scaled) == 0
+    return change
 
-    def halves(model: Any) -> None:
+
+def passing(argument: Callable[[int, Tensor], Any]) -> Callable[[Any, Tensor], Tensor]:
+    """Returns a run in which each layer gets another argument, by its number and its input."""
+
+    def run(model: Any, x: Tensor) -> Tensor:
         for i, layer in enumerate(model.layers):
-            layer.scale = 0.5 if i < 2 else 0.25
+            x = layer(x, argument(i, x))
+        return x
 
-    assert copied(lambda m, x: m.mlp(x) * m.scale, halves) == 3  # layers 1, 3 and 4
+    return run
 
 
-def test_layers_of_other_settings_are_traced() -> None:
-    def dropping(model: Any) -> None:
-        for i, layer in enumerate(model.layers):
-            layer.drop.p = 0.1 * i
+# Of five layers how many are copied: the layer's forward, what is changed in the model, and how layers are called.
+OTHERS: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
+    "a branch on the index": (0, lambda m, x: m.mlp(x) if m.index % 2 else m.mlp(x).sin(), {}),
+    "the index in vars": (0, lambda m, x: m.mlp(x) * (vars(m)["index"] + 1), {}),
+    "the index in __dict__": (0, lambda m, x: m.mlp(x) * m.__dict__["index"], {}),
+    "a number in a namespace": (
+        0,
+        lambda m, x: m.mlp(x) * m.scale.by,
+        {"change": each("scale", lambda model, i: SimpleNamespace(by=1.0 if i < 3 else 2.0))},
+    ),
+    "one number of layers 0 and 1, another of the others": (
+        3,
+        lambda m, x: m.mlp(x) * m.scale,
+        {"change": each("scale", lambda model, i: 0.5 if i < 2 else 0.25)},
+    ),
+    "dropout": (0, plain, {"change": each("drop", lambda model, i: nn.Dropout(0.1 * i))}),
+    "one in evaluation": (3, plain, {"change": lambda model: model.layers[1].eval()}),
+    "one frozen": (3, plain, {"change": lambda model: model.layers[2].up.weight.requires_grad_(False)}),
+    "one without a bias": (3, plain, {"change": lambda model: setattr(model.layers[3].up, "bias", None)}),
+    "a tensor of its own": (
+        0,
+        lambda m, x: m.mlp(x) * m.table,
+        {"change": each("table", lambda model, i: torch.ones(4))},
+    ),
+    "a parameter of another layer": (
+        0,
+        lambda m, x: m.mlp(x) + m.others[0].up.bias.sum(),
+        {"change": each("others", lambda model, i: (model.layers[0],))},
+    ),
+    "its place in the model": (
+        0,
+        lambda m, x: m.mlp(x) * (2 if m is m.parent[0].layers[1] else 1),
+        {"change": each("parent", lambda model, i: (model,))},
+    ),
+    "a flag": (3, lambda m, x, late: m.mlp(x) if late else m.mlp(x).sin(), {"run": passing(lambda i, x: i > 2)}),
+    "one value twice": (
+        3,
+        lambda m, x, y: m.mlp(x) if x is y else m.mlp(y),
+        {"run": passing(lambda i, x: x if i < 3 else x + 1)},
+    ),
+    "an object": (0, lambda m, x, y: m.mlp(x) * y.by, {"run": passing(lambda i, x: SimpleNamespace(by=i))}),
+}
 
-    assert copied(plain, dropping) == 0
 
-    def evaluated(model: Any) -> None:
-        model.layers[1].eval()
-
-    assert copied(plain, evaluated) == 3
-
-    def frozen(model: Any) -> None:
-        model.layers[2].up.weight.requires_grad_(False)
-
-    assert copied(plain, frozen) == 3
-
-    def unbiased(model: Any) -> None:
-        model.layers[3].up.bias = None
-
-    assert copied(plain, unbiased) == 3
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_differs_is_traced(name: str) -> None:
+    count, function, options = OTHERS[name]
+    assert copied(function, **options) == count
 
 
 def test_state_outside_of_the_layers_is_seen() -> None:
@@ -255,26 +281,7 @@ def test_tied_weights_and_layers_that_are_called_twice() -> None:
     assert copied(plain, run=twice) == 9
 
 
-def test_tensors_that_are_no_arguments_are_traced() -> None:
-    def hold(model: Any) -> None:
-        for layer in model.layers:
-            layer.table = torch.ones(4)
-
-    assert copied(lambda m, x: m.mlp(x) * m.table, hold) == 0
-
-    def neighbours(model: Any) -> None:
-        for layer in model.layers:
-            layer.others = (model.layers[0],)
-
-    assert copied(lambda m, x: m.mlp(x) + m.others[0].up.bias.sum(), neighbours) == 0
-
-
 def test_a_layer_that_knows_which_one_it_is_is_traced() -> None:
-    def related(model: Any) -> None:
-        for layer in model.layers:
-            layer.parent = (model,)
-
-    assert copied(lambda m, x: m.mlp(x) * (2 if m is m.parent[0].layers[1] else 1), related) == 0
     by_layer: dict[Any, float] = {}
 
     def listed(model: Any) -> None:
@@ -301,29 +308,6 @@ def test_a_layer_that_knows_which_one_it_is_is_traced() -> None:
         by_layer.update({id(layer): 1.0 + i for i, layer in enumerate(model.layers)})
 
     assert copied(lambda m, x: m.mlp(x) * by_layer[id(m)], numbered) == 0
-
-
-def test_arguments_of_other_kinds_are_traced() -> None:
-    def lengths(model: Any, x: Tensor) -> Tensor:
-        for i, layer in enumerate(model.layers):
-            x = layer(x, i > 2)
-        return x
-
-    assert copied(lambda m, x, late: m.mlp(x) if late else m.mlp(x).sin(), run=lengths) == 3
-
-    def pairs(model: Any, x: Tensor) -> Tensor:
-        for i, layer in enumerate(model.layers):
-            x = layer(x, x if i < 3 else x + 1)
-        return x
-
-    assert copied(lambda m, x, y: m.mlp(x) if x is y else m.mlp(y), run=pairs) == 3
-
-    def objects(model: Any, x: Tensor) -> Tensor:
-        for i, layer in enumerate(model.layers):
-            x = layer(x, SimpleNamespace(by=i))
-        return x
-
-    assert copied(lambda m, x, y: m.mlp(x) * y.by, run=objects) == 0
 
 
 def test_changes_in_place_are_those_of_a_trace() -> None:

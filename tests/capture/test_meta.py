@@ -16,6 +16,7 @@ from fxpar.manager import PassManager
 from fxpar.passes.canonicalize import canonicalize
 from fxpar.text.printing import print_program
 from tests.capture.models import Net, example, seeded
+from tests.products import few
 from tests.zoo import CASES
 
 
@@ -27,12 +28,7 @@ def on_meta(values: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.to("meta"), values)
 
 
-_ALWAYS = ("bloom", "encoder")
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in _ALWAYS else pytest.param(name, marks=pytest.mark.matrix) for name in CASES]
-)
+@pytest.mark.parametrize("name", few(CASES, ("bloom", "encoder")))
 def test_the_text_is_that_of_the_model_with_memory(name: str) -> None:
     case = CASES[name]
     with torch.device("meta"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,12 @@ from fxpar.capture.capture import Captured, capture
 from fxpar.compile import compile_program
 from fxpar.experts.operators.expert_layer import experts
 from fxpar.ir.program import Program
+from fxpar.manager import PassManager
+from fxpar.passes import canonicalize, recognize_experts
+from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
+from fxpar.text.parsing import parse_program
+from fxpar.verify.static import STATIC
 from fxpar.verify.values import ValueReport, call_inputs, program_state, verify_values
 
 WORDS, WIDTH, INNER, EXPERTS, CHOICES, ROWS = 16, 8, 12, 4, 2, 8
@@ -73,6 +79,28 @@ class Routed(nn.Module):
         """The router's, of tokens [t, WIDTH]."""
         scores = self.router(tokens) * (0.0 if self.routing == "ties" else 1.0) + self.preferred
         return scores.softmax(-1)
+
+
+def expert_plan(ep: int, etp: int, tp: int, dp: int, sequence: bool = False, dispatch: str = "static") -> Plan:
+    """Returns a plan of that mesh, which may also cut activations over the sequence."""
+    return Plan(ep=ep, etp=etp, tp=tp, dp=dp, sequence_parallel=sequence, experts=Experts(dispatch))
+
+
+def check_text(text: str) -> None:
+    """Runs the static checks on a program's text."""
+    PassManager([], STATIC).run(parse_program(text))
+
+
+def recognized(model: nn.Module, example: dict[str, Tensor]) -> Program:
+    """Returns the canonical program of a model whose experts are recognised."""
+    return PassManager([canonicalize, recognize_experts]).run(capture(model, example, Plan()).program)
+
+
+def operators(program: Program) -> Counter[str]:
+    """Counts operations, of torch and of fxpar, that have to do with rows of experts or with matrices of pairs."""
+    words = "sort index gather scatter bmm einsum repeat rows moe_ expert grouped group_ put histc cumsum".split()
+    calls = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    return Counter(name.removesuffix(".default") for name in calls if any(word in name for word in words))
 
 
 def batch(length: int) -> dict[str, Tensor]:

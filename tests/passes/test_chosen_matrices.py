@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.errors import LayoutError, PlanError
 from fxpar.ir.program import Program, output_layouts
-from fxpar.manager import PassManager
-from fxpar.passes import canonicalize, recognize_experts
 from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
 from fxpar.verification import expect, verify
 from tests.passes.chosen_layer import CHOICES, EXPERTS, FORMS, MUTANTS, WIDTH, Chosen, batch
+from tests.passes.experts import operators, recognized
+from tests.products import few
 
 PLANS: list[dict[str, Any]] = [
     {"dp": 2, "ep": 2},
@@ -29,20 +29,7 @@ PLANS: list[dict[str, Any]] = [
     {"dp": 2},
 ]
 # Every form on one plan.
-EVERY_TIME = {(form, i % 3) for i, form in enumerate(FORMS)}
-
-
-def canonical(model: nn.Module) -> Program:
-    """The model in one spelling."""
-    return PassManager([canonicalize, recognize_experts]).run(capture(model, batch(), Plan()).program)
-
-
-def operators(program: Program) -> Counter[str]:
-    """How often each operation occurs that has to do with rows or with matrices of pairs."""
-    calls = [node for node in program.graph.nodes if node.op == "call_function"]
-    found = Counter(str(node.target).removesuffix(".default") for node in calls)
-    words = ("sort", "index", "bmm", "einsum", "repeat", "rows", "moe_", "expert", "grouped", "put")
-    return Counter({name: n for name, n in found.items() if any(word in name for word in words)})
+EVERY_TIME = [*zip(FORMS, itertools.cycle(PLANS[:3]), strict=False)]
 
 
 def experts_of(program: Program) -> dict[str, str]:
@@ -51,14 +38,7 @@ def experts_of(program: Program) -> dict[str, str]:
     return {name: layout for name, layout in found.items() if name.startswith(("gate_up", "down"))}
 
 
-@pytest.mark.parametrize(
-    ("form", "plan"),
-    [
-        pytest.param(form, plan, marks=[] if (form, i) in EVERY_TIME else [pytest.mark.matrix])
-        for form in FORMS
-        for i, plan in enumerate(PLANS)
-    ],
-)
+@pytest.mark.parametrize(("form", "plan"), few(itertools.product(FORMS, PLANS), EVERY_TIME))
 def test_they_are_the_single_device_s(form: str, plan: dict[str, Any]) -> None:
     """Dropout inside of experts too; rows of an odd length."""
     torch.manual_seed(0)
@@ -72,14 +52,14 @@ def test_all_of_it_is_of_rows(form: str) -> None:
     each["fxpar.expand_by_expert"] = 2
     if form == "by_token":  # a scale of each expert
         each["fxpar.expand_by_expert"] = 3
-    assert operators(canonical(Chosen(form))) == each
+    assert operators(recognized(Chosen(form), batch())) == each
 
 
 def test_what_is_not_of_each_pair_reads_them_in_their_order() -> None:
     """Dropout has the bits of pairs, a norm inside of experts what torch makes of them."""
-    dropped = operators(canonical(Chosen("einsum", drop=0.2)))
+    dropped = operators(recognized(Chosen("einsum", drop=0.2), batch()))
     assert (dropped["fxpar.moe_unpermute"], dropped["fxpar.moe_permute"]) == (1, 2)
-    normed = operators(canonical(Chosen("normed")))
+    normed = operators(recognized(Chosen("normed"), batch()))
     assert (normed["fxpar.moe_unpermute"], normed["fxpar.moe_permute"]) == (2, 2)
 
 
@@ -87,7 +67,7 @@ def test_what_is_not_of_each_pair_reads_them_in_their_order() -> None:
 def test_what_resembles_them_is_what_it_was(form: str) -> None:
     torch.manual_seed(0)
     model = Chosen(form).double()
-    assert not any(name.startswith("fxpar") for name in operators(canonical(model)))
+    assert not any(name.startswith("fxpar") for name in operators(recognized(model, batch())))
     with pytest.raises(PlanError, match=r"ep=2: no operation of the model is recognised.*fxpar.ops.experts"):
         compile_program(capture(model, batch(), Plan(dp=2, ep=2)).program)
 
@@ -112,7 +92,7 @@ class Nearest(Chosen):
 
 def test_tokens_are_no_experts() -> None:
     torch.manual_seed(0)
-    assert not any(name.startswith("fxpar") for name in operators(canonical(Nearest("batched"))))
+    assert not any(name.startswith("fxpar") for name in operators(recognized(Nearest("batched"), batch())))
     expect(verify(Nearest("batched").double(), batch(), Plan(tp=2)))
 
 
@@ -186,5 +166,5 @@ class Transformers(Chosen):
 def test_the_function_of_transformers_is_recognised(transposed: bool) -> None:
     torch.manual_seed(0)
     model = Transformers(transposed).double()
-    assert operators(canonical(model))["fxpar.grouped_linear"] == 2
+    assert operators(recognized(model, batch()))["fxpar.grouped_linear"] == 2
     expect(verify(model, batch(), Plan(dp=2, ep=2)))

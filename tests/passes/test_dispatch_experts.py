@@ -15,14 +15,24 @@ from fxpar.cost.communication import collectives
 from fxpar.errors import CheckFailed, FxparError, PassError, PlanError
 from fxpar.experts.operators import sent_rows
 from fxpar.ir.program import output_layouts
-from fxpar.manager import PassManager
 from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import expect, verify
-from fxpar.verify.static import STATIC
-from tests.passes.experts import CHOICES, EXPERTS, ROWS, WIDTH, Routed, batch, compared, dispatched
+from tests.passes.experts import (
+    CHOICES,
+    EXPERTS,
+    ROWS,
+    WIDTH,
+    Routed,
+    batch,
+    check_text,
+    compared,
+    dispatched,
+    expert_plan,
+)
+from tests.products import few
 
 # (ep, etp, tp, dp), and whether activations are cut over the sequence.
 MESHES = [
@@ -37,25 +47,27 @@ MESHES = [
     (2, 2, 2, 4, True),
     (4, 1, 2, 4, False),
 ]
-EVERY_TIME = 3
-
-
 # Of these the static dispatch gathers tokens, which it may too where rows are sent in blocks.
 GATHERED = [(2, 1, 1, 2, False), (2, 1, 2, 1, False), (2, 1, 1, 4, False), (2, 1, 2, 2, True), (4, 1, 1, 4, False)]
-RUNS = [(mesh, "static") for mesh in MESHES] + [(mesh, "alltoall") for mesh in GATHERED]
-
-
+DROPLESS = [
+    (2, 1, 1, 2, False),
+    (2, 1, 2, 1, False),
+    (4, 1, 2, 2, False),
+    (2, 2, 2, 2, False),
+    *GATHERED[2:],
+    MESHES[8],
+]
+RUNS = [
+    *((mesh, "static") for mesh in MESHES),
+    *((mesh, "alltoall") for mesh in GATHERED),
+    *((mesh, "dropless") for mesh in DROPLESS),
+]
+EVERY_TIME = [*RUNS[:3], *((mesh, "dropless") for mesh in DROPLESS[:4])]
 CHOSEN_BY_COST = Experts()
+plan = expert_plan
 
 
-def plan(ep: int, etp: int, tp: int, dp: int, sequence: bool = False, dispatch: str = "static") -> Plan:
-    return Plan(ep=ep, etp=etp, tp=tp, dp=dp, sequence_parallel=sequence, experts=Experts(dispatch))
-
-
-@pytest.mark.parametrize(
-    ("mesh", "dispatch"),
-    [pytest.param(*run, marks=[] if i < EVERY_TIME else [pytest.mark.matrix]) for i, run in enumerate(RUNS)],
-)
+@pytest.mark.parametrize(("mesh", "dispatch"), few(RUNS, EVERY_TIME))
 def test_every_gradient_is_the_single_device_s(mesh: tuple[int, int, int, int, bool], dispatch: str) -> None:
     """Odd lengths, but where tensor ranks share out the sequence; a loss with the experts' load in it."""
     length = 6 if mesh[-1] else 5
@@ -67,19 +79,32 @@ def test_every_gradient_is_the_single_device_s(mesh: tuple[int, int, int, int, b
     assert report.gradients == 9
 
 
+# Static, these are alltoall and allgather.
+WAYS = {
+    "alltoall": plan(4, 1, 2, 2),
+    "allgather": plan(4, 1, 1, 4),
+    "dropless": plan(4, 1, 2, 2, dispatch="dropless"),
+    "dropless over dp": plan(2, 1, 1, 2, dispatch="dropless"),
+}
+
+
 @pytest.mark.parametrize("routing", ["one", "some", "ties"])
-@pytest.mark.parametrize("mesh", [(4, 1, 2, 2), (4, 1, 1, 4)], ids=["alltoall", "allgather"])
-def test_routing_may_be_extreme(mesh: tuple[int, int, int, int], routing: str) -> None:
+@pytest.mark.parametrize("way", few(WAYS, [*WAYS][:3]))
+def test_routing_may_be_extreme(way: str, routing: str) -> None:
     """All tokens to the experts of one rank, or none to one; of whole rows of a batch alike."""
-    report = compared(dispatched(plan(*mesh), routing), routing)
+    report = compared(dispatched(WAYS[way], routing), routing)
     assert report.ok, report
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])
-@pytest.mark.parametrize("mesh", [(4, 1, 2, 2), (2, 1, 1, 4)], ids=["alltoall", "allgather"])
-def test_other_lengths_than_the_example_s(mesh: tuple[int, int, int, int], length: int) -> None:
+@pytest.mark.parametrize(
+    ("plan", "routing"),
+    [(WAYS["alltoall"], "learned"), (expert_plan(2, 1, 1, 4), "learned"), (WAYS["dropless"], "one")],
+    ids=["alltoall", "allgather", "dropless"],
+)
+def test_other_lengths_than_the_example_s(plan: Plan, routing: str, length: int) -> None:
     """One token in each row too: of the tensor ranks one has none."""
-    report = compared(dispatched(plan(*mesh)), now=length)
+    report = compared(dispatched(plan, routing), routing, now=length)
     assert report.ok, report
 
 
@@ -250,9 +275,5 @@ def test_mutants_are_rejected_statically(mesh: tuple[int, int, int, int], least:
     assert len(mutants) >= least
     for mutant in mutants:
         with pytest.raises(FxparError):
-            _checked(mutant)
-    _checked(text)
-
-
-def _checked(text: str) -> None:
-    PassManager([], STATIC).run(parse_program(text))
+            check_text(mutant)
+    check_text(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from fxpar.plan.plan import Plan
 from fxpar.text.printing import print_program
 from fxpar.verification import expect, verify
 from fxpar.verify.values import call_inputs, program_state, reference_run
+from tests.products import few
 
 
 class Rows(nn.Module):
@@ -122,16 +124,10 @@ FEW = {
 
 
 # Those whose mean of means is verified below run in the matrix.
-@pytest.mark.parametrize(
-    ("name", "dp"),
-    [
-        pytest.param(
-            name, dp, marks=[] if dp == 2 and name not in FEW - {"mean over columns"} else [pytest.mark.matrix]
-        )
-        for name in LOSSES
-        for dp in (2, 4)
-    ],
-)
+EVERY_TIME = [(name, 2) for name in LOSSES if name not in FEW - {"mean over columns"}]
+
+
+@pytest.mark.parametrize(("name", "dp"), few(itertools.product(LOSSES, (2, 4)), EVERY_TIME))
 def test_ranks_have_the_mean_of_all_rows(name: str, dp: int) -> None:
     expect(verify(Rows(LOSSES[name]), batch(), Plan(dp=dp)))
 
@@ -200,9 +196,7 @@ SUMS = (
 AVERAGED = [name for name in LOSSES if name not in SUMS]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FEW else [pytest.mark.matrix]) for name in AVERAGED]
-)
+@pytest.mark.parametrize("name", few(AVERAGED, FEW))
 def test_the_mean_of_ranks_means_is_what_ranks_alone_would_have(name: str) -> None:
     model, rows, dp = Rows(LOSSES[name]), batch(), 4
     if name == "mean over columns":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -17,70 +19,26 @@ from fxpar.experts.operators import permute, sent_rows
 from fxpar.manager import PassManager
 from fxpar.passes.differentiate import differentiate
 from fxpar.passes.mark_regions import mark_regions
-from fxpar.plan.option_groups import Experts
-from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import expect, verify
-from fxpar.verify.static import STATIC
 from tests.models.test_experts import model
-from tests.passes.experts import CHOICES, EXPERTS, ROWS, WIDTH, Routed, batch, compared, dispatched
+from tests.passes.experts import CHOICES, EXPERTS, ROWS, WIDTH, Routed, batch, check_text, dispatched, expert_plan
+from tests.products import few
 
-# (ep, etp, tp, dp), and whether activations are cut over the sequence.
-MESHES = [
-    (2, 1, 1, 2, False),
-    (2, 1, 2, 1, False),
-    (4, 1, 2, 2, False),
-    (2, 2, 2, 2, False),
-    (2, 1, 2, 2, True),
-    (2, 1, 1, 4, False),
-    (4, 1, 1, 4, False),
-    (2, 2, 2, 4, True),
-]
-EVERY_TIME = 4
 MODELS = (
     *("mixtral", "qwen3_moe,moe_intermediate_size=40", "gpt_oss", "gpt_oss,num_hidden_layers=1"),
     "deepseek_v3,first_k_dense_replace=1,moe_intermediate_size=40,n_routed_experts=8,n_group=4,topk_group=2",
 )
 
 
-def plan(ep: int, etp: int, tp: int, dp: int, sequence: bool = False, dispatch: str = "dropless") -> Plan:
-    return Plan(ep=ep, etp=etp, tp=tp, dp=dp, sequence_parallel=sequence, experts=Experts(dispatch))
+plan = partial(expert_plan, dispatch="dropless")
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(mesh, marks=[] if i < EVERY_TIME else [pytest.mark.matrix]) for i, mesh in enumerate(MESHES)]
-)
-def test_every_gradient_is_the_single_device_s(mesh: tuple[int, int, int, int, bool]) -> None:
-    length = 6 if mesh[-1] else 5
-    report = compared(dispatched(plan(*mesh), load=True, length=length), load=True, length=length)
-    assert report.ok, report
-    assert report.gradients == 9
+CASES = itertools.product(MODELS, ((2, 1, 1, 2), (2, 1, 2, 1)))
 
 
-@pytest.mark.parametrize("routing", ["one", "some", "ties"])
-@pytest.mark.parametrize("mesh", [(4, 1, 2, 2), pytest.param((2, 1, 1, 2), marks=pytest.mark.matrix)])
-def test_routing_may_be_extreme(routing: str, mesh: tuple[int, int, int, int]) -> None:
-    """Ranks that no row reaches too."""
-    report = compared(dispatched(plan(*mesh), routing), routing)
-    assert report.ok, report
-
-
-@pytest.mark.parametrize("length", [1, 2, 7])
-def test_other_lengths_than_the_example_s(length: int) -> None:
-    """One token in each row too: of the tensor ranks one has none."""
-    report = compared(dispatched(plan(4, 1, 2, 2), "one"), "one", now=length)
-    assert report.ok, report
-
-
-@pytest.mark.parametrize(
-    ("spec", "mesh"),
-    [
-        pytest.param(spec, mesh, marks=[] if (spec, mesh) == (MODELS[3], (2, 1, 1, 2)) else [pytest.mark.matrix])
-        for spec in MODELS
-        for mesh in ((2, 1, 1, 2), (2, 1, 2, 1))
-    ],
-)
+@pytest.mark.parametrize(("spec", "mesh"), few(CASES, [(MODELS[3], (2, 1, 1, 2))]))
 def test_models_are_the_single_device_s(spec: str, mesh: tuple[int, int, int, int]) -> None:
     built = model(spec)
     example = {name: torch.cat((value, value.roll(1, 0)))[:4] for name, value in built.batch.items()}
@@ -120,14 +78,10 @@ def two_layers() -> str:
     return print_program(compile_program(captured.program))
 
 
-def _checked(text: str) -> None:
-    PassManager([], STATIC).run(parse_program(text))
-
-
 def test_mutants_are_rejected_statically() -> None:
     """Rows of one layer in another, a wrong group, an exchange that is left out, ranks taken for equally long."""
     text = two_layers()
-    _checked(text)
+    check_text(text)
     mutants = [
         re.sub(r"(%send_rows_1 = .*\(%\w+), %split_sizes_1\)", r"\1, %split_sizes)", text),
         re.sub(r"(%arrived_order_default_1 = .*\(%\w+), %\w+\)", r"\1, %sym_size_int_1)", text),
@@ -146,7 +100,7 @@ def test_mutants_are_rejected_statically() -> None:
     for mutant in mutants:
         assert mutant != text
         with pytest.raises(FxparError):
-            _checked(mutant)
+            check_text(mutant)
 
 
 @pytest.mark.parametrize(("dispatch", "count"), [("static", 0), ("dropless", 1)])

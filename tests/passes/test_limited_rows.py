@@ -29,6 +29,7 @@ from fxpar.verification import bisect, verify
 from fxpar.verify.values import TOLERANCE, call_inputs, program_state, reference_run
 from tests.passes.experts import EXPERTS, ROWS, WIDTH, Routed, batch
 from tests.passes.limited import captured, compared, looped
+from tests.products import few
 
 MESHES: list[dict[str, Any]] = [
     {"dp": 2, "ep": 2},
@@ -83,17 +84,12 @@ CASES = [(each, extreme) for each in ROUTINGS for extreme in EXTREMES]
 CASES_EVERY_TIME = [(("one", EXPERTS), EXTREMES[1])]
 
 
-def thinned(cases: list[Any], every_time: list[Any]) -> list[Any]:
-    """The others are in the matrix."""
-    return [pytest.param(*case, marks=[] if case in every_time else [pytest.mark.matrix]) for case in cases]
-
-
 def dispatched(options: dict[str, Any], routing: str = "learned", choices: int = 2, length: int = 5) -> Program:
     """The program of every rank."""
     return compile_program(captured(routing, choices, length)[1].program.with_(plan=Plan(**options)))
 
 
-@pytest.mark.parametrize(("mesh", "form", "limit"), thinned(LAYOUTS, LAYOUTS_EVERY_TIME))
+@pytest.mark.parametrize(("mesh", "form", "limit"), few(LAYOUTS, LAYOUTS_EVERY_TIME))
 def test_every_gradient_is_that_of_a_loop_that_drops_the_same(
     mesh: dict[str, Any], form: dict[str, Any], limit: dict[str, Any]
 ) -> None:
@@ -105,14 +101,14 @@ def test_every_gradient_is_that_of_a_loop_that_drops_the_same(
     assert dropped > 0
 
 
-@pytest.mark.parametrize(("routing", "extreme"), thinned(CASES, CASES_EVERY_TIME))
+@pytest.mark.parametrize(("routing", "extreme"), few(CASES, CASES_EVERY_TIME))
 def test_routing_and_capacity_may_be_extreme(routing: tuple[str, int], extreme: dict[str, Any]) -> None:
     """Weights that are equal, and every expert for every token, too."""
     report, _ = compared(dispatched({**MESHES[1], **extreme}, *routing), *routing)
     assert report.ok, report
 
 
-@pytest.mark.parametrize("form", thinned([(form,) for form in FORMS[:3]], []))
+@pytest.mark.parametrize("form", few([(form,) for form in FORMS[:3]], []))
 def test_other_lengths_than_the_example_s(form: dict[str, Any]) -> None:
     """One token in each row too: of the tensor ranks one has padding alone, and places for it."""
     program = dispatched({**MESHES[1], "experts": Experts(**form, capacity_factor=0.8)})
@@ -237,7 +233,7 @@ def test_a_budget_within_the_capacity() -> None:
     assert report.ok
 
 
-@pytest.mark.parametrize("form", thinned([(form,) for form in FORMS[:2]], []))
+@pytest.mark.parametrize("form", few([(form,) for form in FORMS[:2]], []))
 def test_it_is_static_prints_and_parses(form: dict[str, Any]) -> None:
     program = dispatched({"dp": 2, "tp": 2, "ep": 4, "etp": 1, "experts": Experts(**form, capacity_factor=1.1)})
     text = print_program(program)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -12,17 +13,15 @@ from torch import Tensor, nn
 from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.errors import CaptureError, CheckFailed, PlanError
-from fxpar.manager import PassManager
-from fxpar.passes import canonicalize, recognize_experts
 from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import expect, verify
 from fxpar.verify.faithful import compare
-from fxpar.verify.static import STATIC
+from tests.passes.experts import check_text, operators, recognized
 from tests.passes.looped_layer import EXPERTS, FORMS, MUTANTS, PICKED_MUTANTS, WIDTH, Looped, batch
-from tests.passes.test_chosen_matrices import operators
+from tests.products import few
 
 PLANS: list[dict[str, Any]] = [
     {"dp": 2, "ep": 2},
@@ -37,18 +36,17 @@ PLANS: list[dict[str, Any]] = [
 # A module for each expert: ranks of tp hold parts of all matrices.
 LISTED = ("masked", "mixtral", "nonzero")
 # Forms on one plan each; the others become the same rows, which the next test sees.
-EVERY_TIME = ("mixtral", "picked", "scattered", "masked")
+EVERY_TIME = [("mixtral", PLANS[0]), ("picked", PLANS[1]), ("scattered", PLANS[3]), ("masked", PLANS[4])]
 
 
-@pytest.mark.parametrize(
-    ("form", "plan"),
-    [
-        pytest.param(form, plan, marks=[] if i == j and form in EVERY_TIME else [pytest.mark.matrix])
-        for i, form in enumerate(FORMS)
-        for j, plan in enumerate(PLANS)
-        if form not in LISTED or plan.get("experts", Experts()).dispatch == "static"
-    ],
-)
+CASES = [
+    (form, plan)
+    for form, plan in itertools.product(FORMS, PLANS)
+    if form not in LISTED or plan.get("experts", Experts()).dispatch == "static"
+]
+
+
+@pytest.mark.parametrize(("form", "plan"), few(CASES, EVERY_TIME))
 def test_they_are_the_single_device_s(form: str, plan: dict[str, Any]) -> None:
     torch.manual_seed(0)
     found = expect(verify(Looped(form).double(), batch(), Plan(**plan)))
@@ -57,9 +55,7 @@ def test_they_are_the_single_device_s(form: str, plan: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_all_of_it_is_of_rows(form: str) -> None:
-    found = operators(
-        PassManager([canonicalize, recognize_experts]).run(capture(Looped(form), batch(), Plan()).program)
-    )
+    found = operators(recognized(Looped(form), batch()))
     each = {"fxpar.sort_by_expert": 1, "fxpar.moe_permute": 1, "fxpar.grouped_linear": 2, "fxpar.moe_combine": 1}
     biases = {"mixtral": 2, "nonzero": 2, "picked": 2, "scattered": 2, "masked": 2, "by_row": 1, "stacked": 0}[form]
     assert found == each | ({"fxpar.expand_by_expert": biases} if biases else {})
@@ -69,7 +65,7 @@ def test_all_of_it_is_of_rows(form: str) -> None:
 def test_what_resembles_them_is_what_it_was(form: str) -> None:
     torch.manual_seed(0)
     model = Looped(form).double()
-    found = operators(PassManager([canonicalize, recognize_experts]).run(capture(model, batch(), Plan()).program))
+    found = operators(recognized(model, batch()))
     assert not any(name.startswith("fxpar") for name in found)
     with pytest.raises(PlanError, match=r"ep=2: no operation of the model is recognised.*fxpar.ops.experts"):
         compile_program(capture(model, batch(), Plan(dp=2, ep=2)).program)
@@ -93,11 +89,11 @@ def test_rows_that_are_picked_otherwise_are_refused(form: str) -> None:
 
 def test_numbers_of_picked_rows_are_each_an_operation_s() -> None:
     text = print_program(capture(Looped("mixtral"), batch(), Plan()).program)
-    PassManager([], STATIC).run(parse_program(text))
+    check_text(text)
     with pytest.raises(CheckFailed, match=r"picks e0 rows, of one number that no other operation"):
-        PassManager([], STATIC).run(parse_program(re.sub(r"\be1\b(?! =)", "e0", text)))
+        check_text(re.sub(r"\be1\b(?! =)", "e0", text))
     with pytest.raises(CheckFailed, match=r"picks e0, e1 rows"):
-        PassManager([], STATIC).run(parse_program(text.replace("(i64[e1]; i64[e1])", "(i64[e1]; i64[e0])")))
+        check_text(text.replace("(i64[e1]; i64[e1])", "(i64[e1]; i64[e0])"))
 
 
 def test_what_picks_rows_is_compared_with_the_model() -> None:
@@ -134,12 +130,7 @@ class Layer(Looped):
 def test_several_layers(form: str) -> None:
     torch.manual_seed(0)
     model = Layers(form).double()
-    assert (
-        operators(PassManager([canonicalize, recognize_experts]).run(capture(model, batch(), Plan()).program))[
-            "fxpar.moe_combine"
-        ]
-        == 3
-    )
+    assert operators(recognized(model, batch()))["fxpar.moe_combine"] == 3
     expect(verify(model, batch(), Plan(dp=2, ep=2)))
 
 
@@ -158,17 +149,12 @@ class Twice(Looped):
 def test_a_loop_may_add_to_another_one() -> None:
     torch.manual_seed(0)
     model = Twice("masked").double()
-    assert (
-        operators(PassManager([canonicalize, recognize_experts]).run(capture(model, batch(), Plan()).program))[
-            "fxpar.moe_combine"
-        ]
-        == 2
-    )
+    assert operators(recognized(model, batch()))["fxpar.moe_combine"] == 2
     expect(verify(model, batch(), Plan(dp=2, ep=2)))
 
 
 def test_matrices_of_a_module_each_are_stacked() -> None:
-    program = PassManager([canonicalize, recognize_experts]).run(capture(Looped("masked"), batch(), Plan()).program)
+    program = recognized(Looped("masked"), batch())
     stacks = [node for node in program.graph.nodes if "stack" in str(node.target)]
     assert [len(node.args[0]) for node in stacks] == [EXPERTS] * 4
     with pytest.raises(PlanError, match=r"matrices are stacked from 4 parameters.*ranks of tp.*give etp=2"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from fxpar.capture.capture import capture
 from fxpar.errors import CaptureError
 from fxpar.plan.plan import Plan
 from fxpar.verification import expect, verify
+from tests.products import alternate, few
 
 Loss = Callable[..., Tensor]
 
@@ -67,21 +69,15 @@ LOSSES: dict[str, Loss] = {
 
 
 # Each loss once every time: a sum over rows here, or the mean below, beside tensor parallelism.
-@pytest.mark.parametrize(
-    ("name", "reduction"),
-    [
-        pytest.param(name, how, marks=[] if (how, i % 2) == ("sum", 0) else [pytest.mark.matrix])
-        for i, name in enumerate(LOSSES)
-        for how in ("sum", "mean", "none")
-    ],
-)
+CASES = itertools.product(LOSSES, ("sum", "mean", "none"))
+
+
+@pytest.mark.parametrize(("name", "reduction"), few(CASES, [(name, "sum") for name in [*LOSSES][::2]]))
 def test_ranks_have_the_loss_of_all_rows(name: str, reduction: str) -> None:
     expect(verify(Scores(LOSSES[name], reduction), batch(), Plan(dp=2)))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if i % 2 else [pytest.mark.matrix]) for i, name in enumerate(LOSSES)]
-)
+@pytest.mark.parametrize("name", alternate(LOSSES, 1))
 def test_beside_tensor_parallelism_too(name: str) -> None:
     assert verify(Scores(LOSSES[name], "mean"), batch(), Plan(dp=2, tp=2)).ok
 

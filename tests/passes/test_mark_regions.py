@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from fxpar.plan.option_groups import CudaGraphs
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from tests.cudagraphs.graphed import Reading
+from tests.products import few
 from tests.zoo import CASES
 
 _TEXT = """\
@@ -65,15 +67,10 @@ def _t5() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return transformers.T5ForConditionalGeneration(config).train(), {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.parametrize(
-    ("name", "sequence_parallel"),
-    [
-        ("gpt2", True),
-        pytest.param("t5", False, marks=pytest.mark.matrix),
-        *(pytest.param(name, True, marks=pytest.mark.matrix) for name in ("bert", "llama", "t5")),
-        *(pytest.param(name, False, marks=pytest.mark.matrix) for name in ("gpt2", "bert", "llama")),
-    ],
-)
+CASES_OF_MODELS = itertools.product(("gpt2", "bert", "llama", "t5"), (True, False))
+
+
+@pytest.mark.parametrize(("name", "sequence_parallel"), few(CASES_OF_MODELS, [("gpt2", True)]))
 def test_a_model_is_one_region_forward_and_one_backward(name: str, sequence_parallel: bool) -> None:
     model, batch = _t5() if name == "t5" else (CASES[name].model(), CASES[name].example())
     plan = fxpar.Plan(tp=2, sequence_parallel=sequence_parallel)
@@ -87,19 +84,15 @@ def test_a_model_is_one_region_forward_and_one_backward(name: str, sequence_para
     assert read
 
 
-@pytest.mark.parametrize(
-    ("name", "plan"),
-    [
-        ("mixtral,num_hidden_layers=1", {"dp": 2, "ep": 2}),
-        pytest.param("mixtral", {"tp": 2, "ep": 2, "etp": 1}, marks=pytest.mark.matrix),
-        pytest.param(
-            "deepseek_v3,first_k_dense_replace=1,moe_intermediate_size=40,n_routed_experts=8,n_group=4,topk_group=2",
-            {"dp": 2, "ep": 2},
-            marks=pytest.mark.matrix,
-        ),
-    ],
-    ids=str,
-)
+DEEPSEEK = "deepseek_v3,first_k_dense_replace=1,moe_intermediate_size=40,n_routed_experts=8,n_group=4,topk_group=2"
+OF_EXPERTS: list[tuple[str, dict[str, Any]]] = [
+    ("mixtral,num_hidden_layers=1", {"dp": 2, "ep": 2}),
+    ("mixtral", {"tp": 2, "ep": 2, "etp": 1}),
+    (DEEPSEEK, {"dp": 2, "ep": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "plan"), few(OF_EXPERTS, OF_EXPERTS[:1]), ids=str)
 def test_experts_on_other_ranks_are_one_region_forward_and_one_backward(name: str, plan: dict[str, Any]) -> None:
     """Nothing that their rows go through asks for a number, or has a size that depends on the routing."""
     built = build(name, None, None, 0)

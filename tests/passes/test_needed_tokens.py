@@ -28,6 +28,7 @@ from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import STATIC, verify_static
 from tests.passes.experts import ROWS, WIDTH, compared, dispatched
+from tests.products import few
 
 Given = dict[str, Any]
 COPIES: Given = {"dp": 4, "ep": 4, "communication": Communication("copy")}
@@ -46,25 +47,16 @@ def step() -> Program:
     return inlined(compile_step(program, (program.loss,), (program.loss,), trained))
 
 
-@pytest.mark.parametrize(
-    ("plan", "routing", "now"),
-    [
-        (COPIES, "learned", 5),
-        *(
-            pytest.param(*case, marks=pytest.mark.matrix)
-            for case in [
-                (COPIES, "one", 5),
-                (COPIES, "some", 5),
-                (COPIES, "ties", 5),
-                (COPIES, "learned", 1),
-                ({"dp": 2, "ep": 2}, "learned", 7),
-                ({**COPIES, "ep": 2}, "one", 5),
-                ({**COPIES, "experts": Experts(recv_capacity_factor=3, dispatch="allgather")}, "learned", 5),
-            ]
-        ),
-    ],
-    ids=str,
-)
+CASES: list[tuple[Given, str, int]] = [
+    *((COPIES, routing, 5) for routing in ("learned", "one", "some", "ties")),
+    (COPIES, "learned", 1),
+    ({"dp": 2, "ep": 2}, "learned", 7),
+    ({**COPIES, "ep": 2}, "one", 5),
+    ({**COPIES, "experts": Experts(recv_capacity_factor=3, dispatch="allgather")}, "learned", 5),
+]
+
+
+@pytest.mark.parametrize(("plan", "routing", "now"), few(CASES, CASES[:1]), ids=str)
 def test_every_gradient_is_the_single_device_s(plan: Given, routing: str, now: int) -> None:
     program = dispatched(Plan(**plan), routing)
     assert "fxpar.expand_needed" in print_program(program)

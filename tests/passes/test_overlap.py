@@ -16,6 +16,7 @@ from fxpar.plan.cost import Cost
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import STATIC
+from tests.products import few
 from tests.zoo import CASES
 
 # A product, of which a rank computes half, takes 1 ms, and an all-reduce 4 ms.
@@ -151,9 +152,7 @@ return w=%dw1, v=%dw2, x=%act2
     assert print_program(parse_program(print_program(found))) == print_program(found)
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("llama", "nanogpt"))]
-)
+@pytest.mark.parametrize("name", few(("gpt2", "llama", "nanogpt"), ["gpt2"]))
 def test_of_a_model_s_step_less_stays_exposed(name: str) -> None:
     """With products that take about as long as sums; both runs are checked by the manager."""
     case = CASES[name]

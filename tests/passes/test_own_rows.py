@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from fxpar.passes import canonicalize, divide_batch
 from fxpar.plan.plan import Plan
 from fxpar.text.printing import print_program
 from fxpar.verification import expect, verify
+from tests.products import few
 
 Indexing = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -111,14 +113,10 @@ INDEXED: dict[str, Indexing] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "tp"),
-    [
-        pytest.param(name, tp, marks=[] if i % 2 == tp - 1 else [pytest.mark.matrix])
-        for i, name in enumerate(INDEXED)
-        for tp in (1, 2)
-    ],
-)
+EVERY_TIME = [*zip(INDEXED, itertools.cycle((1, 2)), strict=False)]
+
+
+@pytest.mark.parametrize(("name", "tp"), few(itertools.product(INDEXED, (1, 2)), EVERY_TIME))
 def test_ranks_index_their_own_rows(name: str, tp: int) -> None:
     expect(verify(Rows(INDEXED[name]), BATCH, Plan(tp=tp, dp=2)))
 

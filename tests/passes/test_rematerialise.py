@@ -33,6 +33,7 @@ from fxpar.text.parsing import parse_program
 from fxpar.text.printing import node_text
 from fxpar.verify.static import STATIC, verify_static
 from fxpar.verify.values import call_inputs, program_state, verify_values
+from tests.products import few
 
 _HEAD = """fxpar 2
 plan {"tp": 2, "recompute": {"mode": "selective"}}
@@ -235,7 +236,7 @@ def step(kind: str, sequence_parallel: bool, mode: str) -> Program:
 
 _MODELS = [(kind, sequence) for kind in ("gpt2", "llama") for sequence in (False, True)]
 _FEW = [("gpt2", False), ("llama", True)]
-_MARKED = [pytest.param(*model, marks=[] if model in _FEW else [pytest.mark.matrix]) for model in _MODELS]
+_MARKED = few(_MODELS, _FEW)
 _EVERY_TIME = {("gpt2", False, "selective"), ("llama", True, "budget"), ("llama", True, "full")}
 # Of large models bytes decide how they are split, and not how often something is sent.
 _LARGE = Cost(latency=1e-15)
@@ -247,14 +248,10 @@ _PLANS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "sequence", "mode"),
-    [
-        pytest.param(*model, mode, marks=[] if (*model, mode) in _EVERY_TIME else [pytest.mark.matrix])
-        for model in _MODELS
-        for mode in ("selective", "budget", "full")
-    ],
-)
+_CASES = [(*model, mode) for model in _MODELS for mode in ("selective", "budget", "full")]
+
+
+@pytest.mark.parametrize(("kind", "sequence", "mode"), few(_CASES, _EVERY_TIME))
 def test_gradients_stay_equal(kind: str, sequence: bool, mode: str) -> None:
     found, state, inputs = compiled(kind, sequence)
     made = step(kind, sequence, mode)

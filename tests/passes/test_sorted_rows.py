@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from typing import Any
 
 import pytest
@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.errors import PassError, PlanError
-from fxpar.ir.program import Program, output_layouts
-from fxpar.manager import PassManager
-from fxpar.passes import canonicalize, recognize_experts
+from fxpar.ir.program import output_layouts
 from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
 from fxpar.verification import expect, verify
+from tests.passes.experts import operators, recognized
 from tests.passes.sorted_layer import EXPERTS, INNER, ROWS, WIDTH, Sorted, batch
+from tests.products import few
 
-EVERY_TIME = 3
 FORMS: list[dict[str, Any]] = [
     {"layers": 2},
     {"adds": "unsort", "counts": "one_hot", "biased": True},
@@ -38,40 +37,10 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
-def canonical(model: nn.Module) -> Program:
-    """The model in one spelling."""
-    return PassManager([canonicalize, recognize_experts]).run(capture(model, batch(), Plan()).program)
+EVERY_TIME = [*zip(FORMS[:3], PLANS[:3], strict=True)]
 
 
-def operators(program: Program) -> Counter[str]:
-    """How often each operation occurs that has to do with rows, of torch and of fxpar."""
-    calls = [node for node in program.graph.nodes if node.op == "call_function"]
-    found = Counter(str(node.target).removesuffix(".default") for node in calls)
-    words = (
-        "sort",
-        "index",
-        "gather",
-        "scatter",
-        "rows",
-        "moe_",
-        "expert",
-        "grouped",
-        "group_",
-        "put",
-        "histc",
-        "cumsum",
-    )
-    return Counter({name: n for name, n in found.items() if any(word in name for word in words)})
-
-
-@pytest.mark.parametrize(
-    ("form", "plan"),
-    [
-        pytest.param(form, plan, marks=[] if i == j and i < EVERY_TIME else [pytest.mark.matrix])
-        for i, form in enumerate(FORMS)
-        for j, plan in enumerate(PLANS)
-    ],
-)
+@pytest.mark.parametrize(("form", "plan"), few(itertools.product(FORMS, PLANS), EVERY_TIME))
 def test_they_are_the_single_device_s(form: dict[str, Any], plan: dict[str, Any]) -> None:
     torch.manual_seed(0)
     found = expect(verify(Sorted(**form), batch(), Plan(**plan)))
@@ -81,8 +50,8 @@ def test_they_are_the_single_device_s(form: dict[str, Any], plan: dict[str, Any]
 def test_what_is_known_of_them_is_written_in_one_way() -> None:
     """Nothing of the author's is left but his router."""
     each = {"fxpar.sort_by_expert": 2, "fxpar.moe_permute": 2, "fxpar.grouped_linear": 6}
-    assert operators(canonical(Sorted(layers=2))) == each | {"fxpar.moe_combine": 2}
-    biased = operators(canonical(Sorted(**FORMS[1], layers=2)))
+    assert operators(recognized(Sorted(layers=2), batch())) == each | {"fxpar.moe_combine": 2}
+    biased = operators(recognized(Sorted(**FORMS[1], layers=2), batch()))
     assert biased == each | {
         "fxpar.moe_permute": 4,
         "fxpar.expand_by_expert": 2,
@@ -100,7 +69,7 @@ def test_there_is_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
     model = Sorted()
     monkeypatch.setattr(type(model.layers[0]), "summed", copied)
-    found = operators(canonical(model))
+    found = operators(recognized(model, batch()))
     assert found["aten.index_copy"] == found["fxpar.sort_by_expert"] == 1
     assert not any(name.startswith(("aten.sort", "aten.argsort")) for name in found)
     program = capture(model, batch(), Plan(dp=2, ep=2)).program
@@ -156,7 +125,7 @@ class Chosen(nn.Module):
 def test_experts_that_are_not_recognised_are_split_and_stay_where_they_are(even: bool) -> None:
     torch.manual_seed(0)
     model = Chosen(even)
-    assert "fxpar.sort_by_expert" not in operators(canonical(model))
+    assert "fxpar.sort_by_expert" not in operators(recognized(model, batch()))
     found = expect(verify(model, batch(), Plan(tp=2)))
     cuts = {p.fqn: str(output_layouts(found.program.node(p.node))[0]) for p in found.program.parameters}
     assert (cuts["w1"], cuts["w2"]) == ("tp:S(2)", "tp:S(1)")

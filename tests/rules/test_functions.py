@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from fxpar.text.printing import print_program
 from fxpar.verification import expect, verify
 from fxpar.verify.static import STATIC, verify_static
 from tests.capture import bound, functions
+from tests.products import few
 
 b, s = symbol("b"), symbol("s")
 ROWS = (b, s, 96)
@@ -209,16 +211,11 @@ class Around(nn.Module):
         return self.applied(h).square().sum()
 
 
-@pytest.mark.parametrize(
-    ("cls", "sequence_parallel"),
-    [
-        pytest.param(cls, sequence, marks=[] if i % 2 == sequence else [pytest.mark.matrix])
-        for i, cls in enumerate(
-            (bound.Clipped, bound.Signs, bound.Centred, bound.ByNumel, bound.ByMean, functions.Seven)
-        )
-        for sequence in (False, True)
-    ],
-)
+SPLIT = (bound.Clipped, bound.Signs, bound.Centred, bound.ByNumel, bound.ByMean, functions.Seven)
+EVERY_TIME = [*zip(SPLIT, (False, True) * 3, strict=True)]
+
+
+@pytest.mark.parametrize(("cls", "sequence_parallel"), few(itertools.product(SPLIT, (False, True)), EVERY_TIME))
 def test_a_split_model_has_the_functions_own_gradients(cls: Any, sequence_parallel: bool) -> None:
     x = torch.randn(2, 16, 96, generator=torch.Generator().manual_seed(3))
     found = expect(verify(Around(cls.apply), x, Plan(tp=2, sequence_parallel=sequence_parallel)))

@@ -20,6 +20,7 @@ from fxpar.plan.option_groups import Experts, Recompute
 from fxpar.plan.plan import Plan
 from fxpar.verification import expect, verify
 from tests.passes.experts import Routed, batch, dispatched
+from tests.products import few
 
 aten, fxp = torch.ops.aten, torch.ops.fxpar
 FILLING = (fxp.moe_permute, fxp.take_weighed, fxp.grouped_linear, fxp.swiglu_rows, fxp.swiglu_gradient)
@@ -46,13 +47,7 @@ def written(graph: fx.Graph) -> Counter[bool]:
     return Counter(node.args[i] if i < len(node.args) else True for node, i in zip(calls, places, strict=True))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("allgather", "etp", "padded") else pytest.param(name, marks=pytest.mark.matrix)
-        for name in PLANS
-    ],
-)
+@pytest.mark.parametrize("name", few(PLANS, ("allgather", "etp", "padded")))
 def test_what_they_hold_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own, leaves = PLANS[name]
     program = dispatched(Plan(**own))
