@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -79,6 +80,26 @@ class Routed(nn.Module):
         """The router's, of tokens [t, WIDTH]."""
         scores = self.router(tokens) * (0.0 if self.routing == "ties" else 1.0) + self.preferred
         return scores.softmax(-1)
+
+
+class ByHand(Routed):
+    """Experts of one product, written out in fxpar's operators.
+
+    Args:
+        layer: from the model, rows by expert, how many each has, the order of the rows, the top-k
+            and the ids, what tokens get.
+    """
+
+    def __init__(self, layer: Callable[[Any, Tensor, Tensor, Tensor, Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Both [b, s]."""
+        x = self.words(ids).view(-1, WIDTH)
+        top = self.router(x).topk(CHOICES)
+        order, counts = torch.ops.fxpar.sort_by_expert(top.indices, EXPERTS)
+        return self.layer(self, torch.ops.fxpar.moe_permute(x, order, CHOICES), counts, order, top, ids).sum()
 
 
 def expert_plan(ep: int, etp: int, tp: int, dp: int, sequence: bool = False, dispatch: str = "static") -> Plan:

@@ -18,7 +18,6 @@ from tests.passes.modules import (
     WIDTH,
     Behind,
     FusedAttention,
-    NormedHeads,
     build,
     flat,
     heads,
@@ -91,25 +90,6 @@ FUSED_WITH_COLLECTIVES = """\
 return output=%sum_1
 """  # noqa: E501
 
-NORMED_WITH_COLLECTIVES = """\
-%q_weight = parameter["q.weight"] : f32[96, 96] tp:S(0) {role="head"}
-%out_weight = parameter["out.weight"] : f32[96, 96] tp:S(1) {role="row"}
-%norm_weight = parameter["norm.weight"] : f32[12] tp:I
-%x = input["x"] : f32[b, s, 96] tp:R
-%b = aten.sym_size.int(%x, 0) : b
-%s = aten.sym_size.int(%x, 1) : s
-%linear = aten.linear.default(%x, %q_weight) : f32[b, s, 96] tp:S(2) {role="head"}
-%view = aten.view.default(%linear, [%b, %s, 8, 12]) : f32[b, s, 8, 12] tp:S(2)
-%norm_weight_copy_to = fxpar.copy_to[tp](%norm_weight) : f32[12] tp:I→R
-%rms_norm = aten.rms_norm.default(%view, [12], %norm_weight_copy_to, eps=1.1920928955078125e-07) : f32[b, s, 8, 12] tp:S(2)
-%view_1 = aten.view.default(%rms_norm, [%b, %s, 96]) : f32[b, s, 96] tp:S(2)
-%linear_1 = aten.linear.default(%view_1, %out_weight) : f32[b, s, 96] tp:P {role="row"}
-%linear_1_reduce_from = fxpar.reduce_from[tp](%linear_1) : f32[b, s, 96] tp:P→I
-%square = aten.square.default(%linear_1_reduce_from) : f32[b, s, 96] tp:I
-%sum_1 = aten.sum.default(%square) : f32[] tp:I
-return output=%sum_1
-"""  # noqa: E501
-
 
 def test_golden_mlp() -> None:
     """Megatron's f in front of the first matrix and g behind the second; one more g for the words."""
@@ -120,11 +100,6 @@ def test_golden_fused_attention() -> None:
     """No gradient flows into the input: the norm's are summed, two vectors, and not those of the activations."""
     result = run(build(FusedAttention)[1], {"qkv": "head", "out": "row"}, until="insert_collectives")
     assert shown(result) == FUSED_WITH_COLLECTIVES
-
-
-def test_golden_norm_on_heads() -> None:
-    result = run(build(NormedHeads)[1], {"q": "head", "out": "row"}, until="insert_collectives")
-    assert shown(result) == NORMED_WITH_COLLECTIVES
 
 
 class Block(nn.Module):
@@ -245,40 +220,37 @@ def test_a_partial_output_is_reduced_and_a_shard_stays() -> None:
     assert found == {"p": "tp:I", "s": "tp:S(1)"}
 
 
-def test_conversions_of_one_value_to_two_layouts_are_two_nodes() -> None:
-    lines = [
-        "%a = aten.linear.default(%i, %c) : f32[b, 6] tp:P {needs=tp:S(1) ; tp:S(1)}",
-        "%b = aten.mul.Tensor(%i, %i) : f32[b, 6] tp:R {needs=tp:R ; tp:R}",
-        "return a=%a, b=%b",
-    ]
-    result = insert_collectives(by_hand(*ROW, *lines, loss=""))
-    names = [node.name for node in coercions(result)]
-    assert names == ["x_r_to_s", "i_i_to_s", "a_reduce_from", "i_copy_to", "b_r_to_i"]
+CUT = "%s = aten.linear.default(%x, %w) : f32[b, 6] tp:S(1) {needs=tp:R ; tp:S(0)}"
+# Lines of a program, and the conversions that it gets.
+CONVERSIONS: dict[str, tuple[list[str], list[str]]] = {
+    "one value to two layouts": (
+        [
+            *ROW,
+            "%a = aten.linear.default(%i, %c) : f32[b, 6] tp:P {needs=tp:S(1) ; tp:S(1)}",
+            "%b = aten.mul.Tensor(%i, %i) : f32[b, 6] tp:R {needs=tp:R ; tp:R}",
+            "return a=%a, b=%b",
+        ],
+        ["x_r_to_s", "i_i_to_s", "a_reduce_from", "i_copy_to", "b_r_to_i"],
+    ),
+    "another cut of a dimension goes by the whole": (
+        [CUT, "%t = aten.relu.default(%s) : f32[b, 6] tp:S(1: 3 x 2) {needs=tp:S(1: 3 x 2)}", "return t=%t"],
+        ["w_i_to_s", "s_all_gather", "s_all_gather_r_to_s"],
+    ),
+    "another dimension goes by an exchange": (
+        [CUT, "%t = aten.relu.default(%s) : f32[b, 6] tp:S(0) {needs=tp:S(0)}", "return t=%t"],
+        ["w_i_to_s", "s_all_to_all"],
+    ),
+    "without a gradient I is R": (
+        ["%y = aten.relu.default(%x) : f32[b, 6] tp:R {needs=tp:I}", "return y=%y"],
+        [],
+    ),
+}
 
 
-def test_another_cut_of_the_same_dimension_goes_by_the_whole() -> None:
-    lines = [
-        "%s = aten.linear.default(%x, %w) : f32[b, 6] tp:S(1) {needs=tp:R ; tp:S(0)}",
-        "%t = aten.relu.default(%s) : f32[b, 6] tp:S(1: 3 x 2) {needs=tp:S(1: 3 x 2)}",
-        "return t=%t",
-    ]
-    result = insert_collectives(by_hand(*lines, loss=""))
-    assert [node.name for node in coercions(result)] == ["w_i_to_s", "s_all_gather", "s_all_gather_r_to_s"]
-
-
-def test_another_dimension_goes_by_an_exchange() -> None:
-    lines = [
-        "%s = aten.linear.default(%x, %w) : f32[b, 6] tp:S(1) {needs=tp:R ; tp:S(0)}",
-        "%t = aten.relu.default(%s) : f32[b, 6] tp:S(0) {needs=tp:S(0)}",
-        "return t=%t",
-    ]
-    result = insert_collectives(by_hand(*lines, loss=""))
-    assert [node.name for node in coercions(result)] == ["w_i_to_s", "s_all_to_all"]
-
-
-def test_values_without_a_gradient_need_no_coercion_between_i_and_r() -> None:
-    lines = ["%y = aten.relu.default(%x) : f32[b, 6] tp:R {needs=tp:I}", "return y=%y"]
-    assert list(coercions(insert_collectives(by_hand(*lines, loss="")))) == []
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_conversions(name: str) -> None:
+    lines, expected = CONVERSIONS[name]
+    assert [node.name for node in coercions(insert_collectives(by_hand(*lines, loss="")))] == expected
 
 
 def test_what_the_table_lacks_is_refused() -> None:

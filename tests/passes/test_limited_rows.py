@@ -27,7 +27,7 @@ from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import bisect, verify
 from fxpar.verify.values import TOLERANCE, call_inputs, program_state, reference_run
-from tests.passes.experts import EXPERTS, ROWS, WIDTH, Routed, batch
+from tests.passes.experts import EXPERTS, ROWS, WIDTH, ByHand, batch
 from tests.passes.limited import captured, compared, looped
 from tests.products import few
 
@@ -165,17 +165,13 @@ def test_no_pass_is_at_fault_for_what_is_dropped() -> None:
     assert {"dispatch_experts", "localize"} <= set(found.compared)
 
 
-def test_a_router_that_does_not_weigh_drops_by_position_alone() -> None:
-    class Added(Routed):
-        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-            x = self.words(ids).view(-1, WIDTH)
-            order, counts = torch.ops.fxpar.sort_by_expert(self.router(x).topk(2).indices, EXPERTS)
-            made = torch.ops.fxpar.grouped_linear(
-                torch.ops.fxpar.moe_permute(x, order, 2), self.gate_up[:, :WIDTH], counts, False
-            )
-            return torch.ops.fxpar.moe_unpermute(made, order, len(x), 2).sum()  # type: ignore[no-any-return]
+def unweighed(model: Any, rows: Tensor, counts: Tensor, order: Tensor, top: Any, ids: Tensor) -> Tensor:
+    outputs = torch.ops.fxpar.grouped_linear(rows, model.gate_up[:, :WIDTH], counts, False)
+    return torch.ops.fxpar.moe_unpermute(outputs, order, len(top.indices), 2)  # type: ignore[no-any-return]
 
-    program = capture(Added(), batch(5), Plan(dp=2, ep=2, experts=Experts(capacity_factor=1))).program
+
+def test_a_router_that_does_not_weigh_drops_by_position_alone() -> None:
+    program = capture(ByHand(unweighed), batch(5), Plan(dp=2, ep=2, experts=Experts(capacity_factor=1))).program
     with pytest.raises(PlanError, match=r"0 weights of their pairs, and drop_policy='probs' needs one; .*'position'"):
         compile_program(program)
     compile_program(
@@ -183,17 +179,14 @@ def test_a_router_that_does_not_weigh_drops_by_position_alone() -> None:
     )
 
 
-def test_weights_may_come_behind_the_sort() -> None:
-    class Late(Routed):
-        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-            x = self.words(ids).view(-1, WIDTH)
-            top = self.router(x).topk(2)
-            order, counts = torch.ops.fxpar.sort_by_expert(top.indices, EXPERTS)
-            rows = torch.ops.fxpar.moe_permute(x, order, 2)
-            made = torch.ops.fxpar.grouped_linear(rows, self.gate_up[:, :WIDTH], counts, False)
-            return torch.ops.fxpar.moe_combine(made, top.values.sigmoid(), order, x.dtype).sum()  # type: ignore[no-any-return]
+def weighed_late(model: Any, rows: Tensor, counts: Tensor, order: Tensor, top: Any, ids: Tensor) -> Tensor:
+    outputs = torch.ops.fxpar.grouped_linear(rows, model.gate_up[:, :WIDTH], counts, False)
+    return torch.ops.fxpar.moe_combine(outputs, top.values.sigmoid(), order, rows.dtype)  # type: ignore[no-any-return]
 
-    text = print_program(compile_program(capture(Late(), batch(5), Plan(experts=Experts(capacity_factor=1))).program))
+
+def test_weights_may_come_behind_the_sort() -> None:
+    program = capture(ByHand(weighed_late), batch(5), Plan(experts=Experts(capacity_factor=1))).program
+    text = print_program(compile_program(program))
     assert re.search(r"%sigmoid = .*\n(.*\n)*%drop_by_probability.*\n(.*\n)*%sort_by_expert", text)
 
 
