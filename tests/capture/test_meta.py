@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from fxpar.capture.capture import Captured, capture
+from fxpar.cli.models import load_model
 from fxpar.errors import CaptureError
 from fxpar.manager import PassManager
 from fxpar.passes.canonicalize import canonicalize
+from fxpar.plan.plan import Plan
 from fxpar.text.printing import print_program
+from fxpar.verify.values import check_capture
 from tests.capture.models import Net, example, seeded
 from tests.products import few
 from tests.zoo import CASES
@@ -119,3 +122,21 @@ def test_names_ties_and_flags_are_kept_and_the_model_is_untouched() -> None:
         "scale": ("buffer", False, ()),
     }
     assert before == {name: id(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+# A model that lies on a GPU is compared with its capture there, though it is traced without memory.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_a_model_on_a_gpu_is_its_capture(name: str) -> None:
+    found = load_model(f"hf:{name}", None, None, 0, True)
+    captured = capture(found.model, found.batch, Plan(), found.loss)
+    check_capture(captured, found.model.cuda(), found.batch)
+
+
+def test_a_program_says_nothing_of_the_device_of_its_trace() -> None:
+    found = load_model("hf:gpt2", None, None, 0, True)
+    graph = capture(found.model, found.batch, Plan(), found.loss).program.graph
+    asserted = [n for n in graph.nodes if n.target is torch.ops.aten._assert_tensor_metadata.default]
+    assert all("device" not in node.kwargs for node in asserted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxpar.ops
+from fxpar.capture.capture import capture
+from fxpar.errors import InputError
+from fxpar.manager import PassManager
 from fxpar.ops import counter, random
+from fxpar.ops.lower import lower
+from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
 from fxpar.runtime.inductor import Inductor
+from tests.zoo import CASES
 
 ORIGIN = 0xFFFFFFF1
 STATE = torch.tensor([5, 3, 1])
@@ -64,3 +71,16 @@ def test_a_forward_and_its_backward_have_one_draw(monkeypatch: pytest.MonkeyPatc
     kept = counter.dropout(torch.ones_like(x), STATE, 0.3, ORIGIN, [])
     torch.testing.assert_close(y, kept * x.sin() + x)
     torch.testing.assert_close(found, gradient + kept * gradient * x.cos())
+
+
+# What a program needs on a GPU, lowered without one.
+
+
+def test_dropout_on_a_gpu_asks_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["gpt2"]
+    captured = capture(case.model(), case.example(), None, case.loss)
+    program = PassManager(DEFAULT_PASSES).run(captured.program.with_(plan=Plan()))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="Triton is not installed") as caught:
+        lower(program, {}, "cuda")
+    assert caught.value.where == "dropout"

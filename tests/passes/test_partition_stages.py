@@ -10,19 +10,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fxpar
 from fxpar.capture.capture import capture
 from fxpar.cli.models import load_model
-from fxpar.compile import compile_program
+from fxpar.compile import compile_model, compile_program
 from fxpar.cost.stage_cut_points import StageShare, divisible, stage_shares
-from fxpar.errors import FxparError
-from fxpar.ir.program import Program, note
-from fxpar.ir.stages import crossings, holders, stages_of
+from fxpar.errors import CheckFailed, FxparError, InputError
+from fxpar.ir.program import Program, note, update
+from fxpar.ir.stages import crossings, holders, stage_of, stages_of
 from fxpar.manager import PassManager
-from fxpar.passes.partition_stages import partition_stages
+from fxpar.passes import DEFAULT_PASSES
+from fxpar.passes.partition_stages import holding, partition_stages
 from fxpar.plan.option_groups import Pipeline
 from fxpar.plan.plan import Plan
+from fxpar.rewrite.loss_reduction import COUNT
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
+from fxpar.verify.static import check_stages
 from tests.passes.modules import shown
 from tests.passes.pipelines import Tied, compared, lines, sent, staged
 
@@ -292,3 +296,65 @@ def test_of_large_models_the_stream_alone_crosses(name: str) -> None:
 @pytest.mark.parametrize("name", LARGE)
 def test_of_large_models_the_stream_alone_crosses_at_their_depth(name: str) -> None:
     _check_cuts(name, max(layers for model, layers in MEASURED if model == name))
+
+
+# The loss and what counts in it are on the last stage, wherever the model computes them.
+
+
+class _Counted(nn.Module):
+    """Counts before its first layer, and has a layer behind the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.behind = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        count = mask.sum()
+        h = self.second(self.first(x).tanh())
+        return {"loss": (h.square().mean(-1) * mask).sum() / count, "more": self.behind(h)}
+
+
+def _compiled(**options: object) -> Program:
+    plan = fxpar.Plan(pp=2, microbatches=2, **options)  # type: ignore[arg-type]
+    return compile_model(_Counted(), {"x": torch.randn(8, 8), "mask": torch.ones(8)}, plan).program
+
+
+def test_the_last_stage_has_the_count() -> None:
+    program = _compiled(dp=2, loss_reduction="token", pipeline=Pipeline({"second": 1}))
+    assert COUNT in program.outputs
+    assert {COUNT, "loss"} <= set(stages_of(program)[-1].program.outputs)
+    check_stages(program)
+    node = program.output_nodes()[COUNT]
+    assert stage_of(node) == 1
+    update(node, stages=(0,))
+    with pytest.raises(CheckFailed):
+        check_stages(program)
+
+
+def test_a_stage_that_would_begin_behind_the_loss_is_refused_with_a_reason() -> None:
+    with pytest.raises(InputError) as caught:
+        _compiled(pipeline=Pipeline({"behind": 1}))
+    assert "behind the loss" in caught.value.reason
+
+
+# A further program is cut so that parameters stay where they are, by stages that read none too.
+
+
+class _Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def test_stages_without_parameters_are_left_an_operation() -> None:
+    held = {"layers.0.weight": (0,), "layers.0.bias": (0,), "layers.1.weight": (2,), "layers.1.bias": (2,)}
+    passes = [holding(held) if item is partition_stages else item for item in DEFAULT_PASSES]
+    program = compile_model(_Layers(), {"x": torch.randn(4, 8)}, fxpar.Plan(pp=3), passes=passes).program
+    assert holders(program) == held
+    made = [node for node in program.graph.nodes if node.op == "call_function"]
+    assert {stage_of(node) for node in made} == {0, 1, 2}
