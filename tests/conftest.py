@@ -53,8 +53,7 @@ def no_module_outlives_its_tests(worlds: dict[int, World]) -> Iterator[None]:
     """What the ranks hold of one file's tests would take time from those of all others."""
     yield
     for world in worlds.values():
-        if world.is_there:
-            world.run(forget)
+        world.forget(forget)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -49,6 +49,7 @@ class World:
         self._ranks: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory()
         self._starts = 0
+        self._has_run = False
 
     def run(self, job: Callable[..., Result], *args: Any, seconds: float = ANSWER_SECONDS) -> list[Result]:
         """Runs `job(*args)` on every rank and returns their results in the order of ranks.
@@ -58,6 +59,7 @@ class World:
         """
         if not self._ranks:
             self._start()
+        self._has_run = True
         message = pickle.dumps((job, args))
         for _, connection in self._ranks:
             connection.send_bytes(message)
@@ -69,10 +71,11 @@ class World:
             raise RankFailed("\n".join(failures))
         return [value for _, value in answers]
 
-    @property
-    def is_there(self) -> bool:
-        """Whether there are processes."""
-        return bool(self._ranks)
+    def forget(self, job: Callable[[], Any]) -> None:
+        """Runs a job that frees what earlier ones left in the processes; nothing where none has run since."""
+        if self._ranks and self._has_run:
+            self.run(job)
+            self._has_run = False
 
     def _answer(self, rank: int, deadline: float) -> tuple[bool, Any]:
         process, connection = self._ranks[rank]
