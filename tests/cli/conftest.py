@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.captures import remembered
+from tests.captures import remembered
 from tests.cli.tool import SPLIT, TINY, fxpar
 
 SMALL = '''
