@@ -3,6 +3,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 # torch reads it when it is first imported; the workers of pytest-xdist share the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -16,6 +17,7 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
 import pytest
 import torch
 
+from tests.captures import captured_once
 from tests.models.table import pytest_terminal_summary
 from tests.runtime.jobs import forget
 from tests.runtime.world import GARBAGE, JOBS, World
@@ -29,10 +31,20 @@ gc.set_threshold(*GARBAGE)
 LONG = ("samples", "packaging", "runtime", "cudagraphs", "peer_memory", "testing", "checkpoint", "models")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def captures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where captures are for all workers and ranks of the session."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "captures"
+    folder.mkdir(exist_ok=True)
+    with captured_once(folder):
+        yield folder
+
+
 @pytest.fixture(scope="session")
-def worlds() -> Iterator[dict[int, World]]:
+def worlds(captures: Path) -> Iterator[dict[int, World]]:
     """Real processes, one world of each size for all tests of the session."""
-    found = {size: World(size, JOBS) for size in (2, 4)}
+    found = {size: World(size, JOBS, captures=captures) for size in (2, 4)}
     yield found
     for world in found.values():
         world.stop()

@@ -1,9 +1,7 @@
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.captures import remembered
 from tests.cli.tool import SPLIT, TINY, fxpar
 
 SMALL = '''
@@ -99,12 +97,6 @@ def wrong_loss():
 def raises():
     raise ValueError("no such weights")
 '''
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _captures() -> Iterator[None]:
-    with remembered():
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ test with the rank's traceback; ranks that do not answer in time are ended, so t
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import pickle
@@ -41,11 +42,14 @@ class World:
         size: number of ranks.
         preload: module that the ranks find loaded.
         group_seconds: how long a collective waits.
+        captures: where ranks write what they compile, and read what others have; None where each compiles by itself.
     """
 
-    def __init__(self, size: int, preload: str, group_seconds: float = GROUP_SECONDS) -> None:
+    def __init__(
+        self, size: int, preload: str, group_seconds: float = GROUP_SECONDS, captures: Path | None = None
+    ) -> None:
         self.size, self._group_seconds = size, group_seconds
-        self._preload = preload
+        self._preload, self._captures = preload, captures
         self._ranks: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory()
         self._starts = 0
@@ -96,9 +100,8 @@ class World:
         store = str(Path(self._folder.name) / f"store{self._starts}")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, self.size, store, self._group_seconds, theirs), daemon=True
-            )
+            args = rank, self.size, store, self._group_seconds, self._captures, theirs
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
@@ -116,22 +119,28 @@ class World:
         self._ranks = []
 
 
-def _serve(rank: int, size: int, store: str, seconds: float, connection: Connection) -> None:
+def _serve(rank: int, size: int, store: str, seconds: float, captures: Path | None, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
+
+    from tests.captures import captured_once, passes_run_once
 
     torch.set_num_threads(1)
     gc.set_threshold(*GARBAGE)
     limit = timedelta(seconds=seconds)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
-    while True:
-        try:
-            job, args = pickle.loads(connection.recv_bytes())
-        except EOFError:  # the tests are over
-            dist.destroy_process_group()
-            return
-        try:
-            answer = pickle.dumps((True, job(*args)))
-        except BaseException:  # noqa: BLE001 - whatever it is, the test raises it
-            answer = pickle.dumps((False, traceback.format_exc()))
-        connection.send_bytes(answer)
+    with contextlib.ExitStack() as stack:
+        if captures is not None:
+            stack.enter_context(captured_once(captures))
+            stack.enter_context(passes_run_once(captures))
+        while True:
+            try:
+                job, args = pickle.loads(connection.recv_bytes())
+            except EOFError:  # the tests are over
+                dist.destroy_process_group()
+                return
+            try:
+                answer = pickle.dumps((True, job(*args)))
+            except BaseException:  # noqa: BLE001 - whatever it is, the test raises it
+                answer = pickle.dumps((False, traceback.format_exc()))
+            connection.send_bytes(answer)
