@@ -22,7 +22,7 @@ from tests.models.table import pytest_terminal_summary
 from tests.runtime.jobs import forget
 from tests.runtime.world import GARBAGE, JOBS, World
 
-__all__ = ["pytest_collection_modifyitems", "pytest_terminal_summary"]
+__all__ = ["pytest_collection_finish", "pytest_collection_modifyitems", "pytest_terminal_summary"]
 
 torch.set_num_threads(1)
 gc.set_threshold(*GARBAGE)
@@ -74,6 +74,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if re.search(r"(?<!not )\bgpu\b", config.option.markexpr) is None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_finish() -> None:
+    """Takes what was imported by now out of all collections: none of it is ever garbage."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

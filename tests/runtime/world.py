@@ -127,6 +127,7 @@ def _serve(rank: int, size: int, store: str, seconds: float, captures: Path | No
 
     torch.set_num_threads(1)
     gc.set_threshold(*GARBAGE)
+    gc.freeze()  # what the server has is never garbage
     limit = timedelta(seconds=seconds)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     with contextlib.ExitStack() as stack:
