@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fxpar.capture.convert import CallSpec, convert
 from fxpar.capture.eager import compare, walk
-from fxpar.capture.guards import check_model, check_samples
+from fxpar.capture.input_checks import check_model, check_samples
 from fxpar.capture.prepared_model import cast_inputs, input_dtype, trial_run
 from fxpar.capture.python_state import OtherMemos
 from fxpar.capture.rowwise import check_row_wise

@@ -31,7 +31,7 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from fxpar.capture.branches import host_numbers
-from fxpar.capture.guards import no_host_random, separate
+from fxpar.capture.input_checks import no_host_random, separate
 from fxpar.capture.layer_trace_cache import Number, Observed
 from fxpar.capture.places import is_foreign_file, place_of
 from fxpar.capture.prepared_model import plain_surrounding, without_values

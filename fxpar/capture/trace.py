@@ -29,7 +29,7 @@ from fxpar.capture import patches
 from fxpar.capture.branches import Questions, host_numbers
 from fxpar.capture.functional import functional_form, normed_batches
 from fxpar.capture.graph_mutation import inline_regions, refuse_mutation, replace_copies
-from fxpar.capture.guards import bound_arguments, check_example, check_loss, check_model, no_host_random, separate
+from fxpar.capture.input_checks import bound_arguments, check_example, check_loss, check_model, no_host_random, separate
 from fxpar.capture.layer_trace_cache import LayerTraceCache, Number
 from fxpar.capture.places import Blamed, place_of, source_of
 from fxpar.capture.prepared_model import cast_inputs, with_memory

@@ -1,7 +1,7 @@
 """What wraps or changes modules, refused by name.
 
 Enters: the attributes and methods by which wrappers of other libraries reach a module. Leaves: `Unwrappable`, whose
-subclasses raise an error that names the wrapper. Models that are wrapped already: `capture.guards`.
+subclasses raise an error that names the wrapper. Models that are wrapped already: `capture.input_checks`.
 
 No wrapper asks whether it may. Each looks for an attribute of its own first; that attribute is there, and raises.
 """

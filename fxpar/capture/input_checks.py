@@ -1,4 +1,4 @@
-"""Guards on what goes into a trace: models and examples that tracing would misread in silence (DESIGN section 9).
+"""Checks what goes into a trace: refuses models and examples that tracing would misread in silence (DESIGN section 9).
 
 Enters: a model and its example inputs. Leaves: inputs that share no tensor, or errors that name what cannot be kept.
 """
