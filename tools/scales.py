@@ -242,9 +242,9 @@ def problems(measured: Mapping[str, float], ceilings: Mapping[str, Any]) -> Iter
     for name, ceiling in ceilings["at_most"].items():
         if measured[name] > ceiling:
             yield f"{name}: {measured[name]:g}, and at most {ceiling:g} are allowed"
-    for name, floor in ceilings["rises"].items():
+    for name, floor in ceilings["at_least"].items():
         if measured[name] < floor:
-            yield f"{name}: {measured[name]:g}, and at least {floor:g} are wanted: it may only rise"
+            yield f"{name}: {measured[name]:g}, and at least {floor:g} are needed"
     for name, entries in ceilings["grows"].items():
         ceiling = sum(entry["by"] for entry in entries)
         if measured[name] > ceiling:
@@ -255,11 +255,9 @@ def problems(measured: Mapping[str, float], ceilings: Mapping[str, Any]) -> Iter
 
 
 def lowered(measured: Mapping[str, float], text: str) -> str:
-    """Returns the text of the ceilings with those of today, where figures have fallen that may only fall, or risen."""
-    ceilings = yaml.safe_load(text)
-    better = {name: min(measured[name], ceiling) for name, ceiling in ceilings["falls"].items()}
-    better |= {name: max(measured[name], floor) for name, floor in ceilings["rises"].items()}
-    for name, number in better.items():
+    """Returns the text of the ceilings with those of today, where figures have fallen that may only fall."""
+    for name, ceiling in yaml.safe_load(text)["falls"].items():
+        number = min(measured[name], ceiling)
         text = re.sub(rf"^(  {re.escape(name)}: )[\d.]+$", rf"\g<1>{number:g}", text, flags=re.M)
     return text
 
@@ -268,7 +266,7 @@ def show(measured: Mapping[str, float], ceilings: Mapping[str, Any]) -> None:
     """Prints the figures beside their ceilings."""
     table = Table("figure", "is", "may be")
     limits = {name: f"{number:g}" for kind in ("falls", "at_most") for name, number in ceilings[kind].items()}
-    limits |= {name: f"from {number:g}" for name, number in ceilings["rises"].items()}
+    limits |= {name: f"from {number:g}" for name, number in ceilings["at_least"].items()}
     limits |= {name: f"{sum(entry['by'] for entry in entries):g}" for name, entries in ceilings["grows"].items()}
     for name, number in measured.items():
         table.add_row(name, f"{number:g}", limits.get(name, "-"))
