@@ -75,6 +75,13 @@ def captured_once(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def captured_each_time() -> Iterator[None]:
+    """While active, every process captures for itself: a model whose forward depends on the rank."""
+    with mock.patch.object(module_of_capture, "_capture", CAPTURE):
+        yield
+
+
+@contextlib.contextmanager
 def passes_run_once(folder: Path) -> Iterator[None]:
     """While active, the same passes run on the same program once, if nothing looks at what they do.
 

@@ -93,5 +93,5 @@ def test_extra_state_is_refused() -> None:
             return {"calls": 1}
 
     model = fxpar.parallelize(models.tiny(Extra), fxpar.Plan(), models.batch())
-    with pytest.raises(CheckpointError, match="no parameter or buffer"):
+    with pytest.raises(CheckpointError, match="must be a parameter or buffer"):
         model.full_state_dict()

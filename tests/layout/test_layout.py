@@ -188,7 +188,7 @@ def test_symbolic_text_comes_back(text: str, shape: str | None) -> None:
     [("", (4,)), ("S", (4,)), ("S(0)", None), ("S(1)", (4,)), ("S(-1)", (4,)), ("X(0)", (4,)), ("S(0: a b)", (4,))],
 )
 def test_text_that_is_no_placement(text: str, shape: tuple[int, ...] | None) -> None:
-    with pytest.raises(TextError, match=r"is no (layout|size)"):
+    with pytest.raises(TextError, match=r"is not a (layout|size)"):
         parse_placement(text, shape)
 
 

@@ -17,6 +17,7 @@ import fxpar
 from fxpar.errors import InputError
 from fxpar.ops import process_group
 from fxpar.runtime.steps import FinishedForward
+from tests.captures import captured_each_time
 from tests.runtime import models
 from tests.runtime.jobs import Found, refusal, tp
 
@@ -56,6 +57,7 @@ class Wider(models.Tiny):
         self.up, self.down = torch.nn.Linear(6, 18), torch.nn.Linear(18, 6)
 
 
+@captured_each_time()
 def at_start_up() -> Found:
     """What each rank is told when the odd one comes to `parallelize` with something else."""
     plan, wrong = models.plan(tp()), models.plan(tp() + 1)
@@ -70,6 +72,7 @@ def at_start_up() -> Found:
     return {name: refusal(action) for name, action in actions.items()}
 
 
+@captured_each_time()
 def later(folder: Path) -> Found:
     """What each rank is told when a later call fails or differs on one; and that training goes on.
 

@@ -29,7 +29,7 @@ def short() -> Iterator[Callable[[int], World]]:
 OWN = {
     "forward raises": ("CaptureError", "no layer of that name"),
     "other world": ("PlanError", "the plan needs 3 processes (tp=3) and there are 2"),
-    "no module": ("InputError", "a NoneType is no nn.Module"),
+    "no module": ("InputError", "must be an nn.Module, got a NoneType"),
 }
 DIFFERENT = {
     "other configuration": ("up.weight", " and rank 1"),
