@@ -44,7 +44,7 @@ from fxpar.ops.process_group import SharedSegment, arrived, restored, start_sum,
 
 
 def _conjugated(reverse: Reverse) -> Gradients:
-    """The coercion of the gradient (SPEC section 2.1): from the dual of the result to the dual of the operand."""
+    """Coerces the gradient from the dual of the result to the dual of the operand (SPEC section 2.1)."""
     node, (gradient,) = reverse.node, reverse.tangents
     assert gradient is not None
     target = CONJUGATE[node.target]
@@ -60,19 +60,19 @@ def _conjugated(reverse: Reverse) -> Gradients:
 
 
 def of_parameter(node: fx.Node) -> bool:
-    """Whether a node sums gradients of a parameter itself: once a step, and not in each microbatch."""
+    """Returns whether a node sums gradients of a parameter itself: once a step, and not in each microbatch."""
     is_sum = isinstance(node.target, Operator) and node.target.sums_gradients
     owners = [owner_of(source) for source in operands(node)] if is_sum else []
     return is_sum and all(owner.op == "placeholder" and not is_received(owner) for owner in owners)
 
 
 def dual_layout(layout: Layout) -> Layout:
-    """How the gradient of a value of that layout is held."""
+    """Returns how the gradient of a value of that layout is held."""
     return Layout(tuple((axis, dual(placement)) for axis, placement in layout))
 
 
 def _together(reverse: Reverse) -> Gradients:
-    """One reduction of the gradients that there are."""
+    """Reduces the gradients that there are, all at once."""
     node, sources = reverse.node, operands(reverse.node)
     present = [(i, gradient) for i, gradient in enumerate(reverse.tangents) if gradient is not None]
     kinds = tuple(output_types(gradient)[0] for _, gradient in present)
@@ -92,7 +92,7 @@ def _together(reverse: Reverse) -> Gradients:
 
 
 def shape(call: OnShapes) -> Tensor:
-    """The layouts before and after decide what a rank holds of the value, which stays the same."""
+    """Returns what a rank holds of the value, as the layouts before and after decide; the value stays the same."""
     before, after = output_types(operands(call.node)[0])[0], output_types(call.node)[0]
     if before != after:
         raise ValueError(f"a coercion of {before} cannot give {after}")
@@ -100,7 +100,7 @@ def shape(call: OnShapes) -> Tensor:
 
 
 def traffic(crossing: CollectiveSite) -> Iterator[Sent]:
-    """What the record sends. Each collective takes the whole value, with the padding of both cuts."""
+    """Yields what the record sends. Each collective takes the whole value, with the padding of both cuts."""
     target, (before,), (after,) = crossing.call.target, crossing.before, crossing.after
     forward, backward = target.sends
     cuts = [p for p in (before, after) if p.is_padded]
@@ -113,7 +113,7 @@ def traffic(crossing: CollectiveSite) -> Iterator[Sent]:
 
 
 def exchange_traffic(crossing: CollectiveSite) -> Iterator[Sent]:
-    """One dimension is cut anew by way of the whole, each way from the other cut."""
+    """Yields what an exchange sends; one dimension is cut anew by way of the whole, each way from the other cut."""
     (before,), (after,) = crossing.before, crossing.after
     if before.dim != after.dim:
         yield from traffic(crossing)
@@ -126,7 +126,7 @@ def exchange_traffic(crossing: CollectiveSite) -> Iterator[Sent]:
 
 
 def bucket_traffic(crossing: CollectiveSite) -> Iterator[Sent]:
-    """All gradients at once; it leaves out what the loss does not reach."""
+    """Yields one all-reduce of all gradients; it leaves out what the loss does not reach."""
     kinds = crossing.stored if crossing.of_parameters else crossing.call.outputs
     entries = zip(kinds, crossing.after, crossing.reached, strict=True)
     if any(crossing.reached):
@@ -135,7 +135,7 @@ def bucket_traffic(crossing: CollectiveSite) -> Iterator[Sent]:
 
 
 def coalesced_traffic(crossing: CollectiveSite) -> Iterator[Sent]:
-    """All gradients at once."""
+    """Yields one all-reduce of all gradients."""
     pairs = zip(crossing.call.outputs, crossing.after, strict=True)
     yield Sent("all_reduce", "forward", simplify(sum(_bytes(kind, placement, []) for kind, placement in pairs)))
 
@@ -145,7 +145,7 @@ def _phase(crossing: CollectiveSite, phase: str) -> str:
 
 
 def _bytes(kind: TensorType, placement: Placement, cuts: Sequence[Placement]) -> Size:
-    """Of a whole value with the padding of its cuts; of one of which ranks share a part, of that."""
+    """Returns the bytes of a whole value with the padding of its cuts; where ranks share a part of it, of that part."""
     shape = list(kind.shape)
     for cut in cuts:
         shape[cut.dim] = cut.pieces[0].padded
@@ -160,17 +160,17 @@ def _bytes(kind: TensorType, placement: Placement, cuts: Sequence[Placement]) ->
 
 
 def as_it_is(node: fx.Node, rank: OnRank) -> LoweredCall:
-    """The value itself."""
+    """Lowers a coercion to the value itself."""
     return LoweredCall(process_group.same, (node.args[0],))
 
 
 def first_only(node: fx.Node, rank: OnRank) -> LoweredCall:
-    """The value on the first rank, zeros on the others."""
+    """Lowers a coercion that keeps the value on the first rank and puts zeros on the others."""
     return LoweredCall(process_group.first_only, (node.args[0], rank.ranks(node).index))
 
 
 def lower_sum(node: fx.Node, rank: OnRank) -> LoweredCall:
-    """An all-reduce."""
+    """Lowers a sum to an all-reduce."""
     ranks = rank.ranks(node)
     if ranks.copies is not None and note(node).one_shot:
         return LoweredCall(peer_copies.sum_in_one_shot, (node.args[0], *ranks.copies))
@@ -182,7 +182,7 @@ def lower_sum(node: fx.Node, rank: OnRank) -> LoweredCall:
 
 
 def lower_gather(node: fx.Node, rank: OnRank) -> LoweredCall:
-    """An all-gather of the blocks, put in their places."""
+    """Lowers a gather to an all-gather, whose blocks are then put in their places."""
     ranks, (source, _) = rank.ranks(node), _sides(node, rank)
     if ranks.copies is not None:
         rest = (*rank.cut(source), *ranks.copies)
@@ -194,7 +194,7 @@ def lower_gather(node: fx.Node, rank: OnRank) -> LoweredCall:
 
 
 def lower_scatter(node: fx.Node, rank: OnRank) -> LoweredCall:
-    """A reduce-scatter of the blocks."""
+    """Lowers a scatter to a reduce-scatter of the blocks."""
     ranks, (_, result) = rank.ranks(node), _sides(node, rank)
     if ranks.copies is not None:
         sends = (node.args[0], *rank.cut(result), ranks.size, *ranks.copies)
@@ -204,7 +204,7 @@ def lower_scatter(node: fx.Node, rank: OnRank) -> LoweredCall:
 
 
 def lower_r_to_s(node: fx.Node, rank: OnRank) -> LoweredCall:
-    """The rank's block, or its part of a block that others share."""
+    """Lowers a cut: takes the rank's block, or its part of a block that others share."""
     ranks, (_, result) = rank.ranks(node), _sides(node, rank)
     if result.is_shared:
         return lower_split_shared(node, rank)
@@ -212,7 +212,7 @@ def lower_r_to_s(node: fx.Node, rank: OnRank) -> LoweredCall:
 
 
 def lower_s_to_p(node: fx.Node, rank: OnRank) -> LoweredCall:
-    """The rank's block in its place among zeros."""
+    """Lowers padding: puts the rank's block in its place among zeros."""
     ranks, (source, _) = rank.ranks(node), _sides(node, rank)
     return LoweredCall(process_group.pad, (node.args[0], *rank.cut(source), ranks.size, ranks.index))
 
@@ -222,14 +222,14 @@ def _sides(node: fx.Node, rank: OnRank) -> tuple[Placement, Placement]:
 
 
 def lower_split_shared(node: fx.Node, rank: OnRank) -> LoweredCall:
-    """The rank's part of a block, or of the whole, that others share."""
+    """Lowers a split: takes the rank's part of a block, or of the whole, that others share."""
     ranks, (source, result) = rank.ranks(node), _sides(node, rank)
     pieces = rank.shared(source, result, ranks.size)
     return LoweredCall(process_group.split_shared, (node.args[0], result.dim, pieces, ranks.index))
 
 
 def lower_all_to_all(node: fx.Node, rank: OnRank) -> LoweredCall:
-    """An all-to-all; of one dimension that is cut anew, an all-gather."""
+    """Lowers an all-to-all; where one dimension is cut anew, to an all-gather."""
     ranks, (source, result) = rank.ranks(node), _sides(node, rank)
     before, after, where = rank.cut(source), rank.cut(result), (ranks.group, ranks.size)
     if source.dim == result.dim:
@@ -246,19 +246,19 @@ def lower_all_to_all(node: fx.Node, rank: OnRank) -> LoweredCall:
 
 
 def lower_sum_gradients(node: fx.Node, rank: OnRank) -> LoweredCall:
-    """All values as they are."""
+    """Lowers a sum of gradients: passes all values on as they are."""
     return LoweredCall(unchanged_weights, (list(node.args),))
 
 
 def lower_pad_shared(node: fx.Node, rank: OnRank) -> LoweredCall:
-    """The rank's part in its place in a block that others share."""
+    """Lowers padding: puts the rank's part in its place in a block that others share."""
     ranks, (source, result) = rank.ranks(node), _sides(node, rank)
     pieces = rank.shared(result.plain, source.plain, ranks.size)
     return LoweredCall(process_group.pad_shared, (node.args[0], source.dim, pieces, ranks.index))
 
 
 def lower_reduce_from_shared(node: fx.Node, rank: OnRank) -> LoweredCall:
-    """An all-reduce of what ranks share, each block in its place."""
+    """Lowers a sum to an all-reduce of what ranks share, each block in its place."""
     ranks, (source, _) = rank.ranks(node), _sides(node, rank)
     cut = source.dim, rank.shared(source.plain, source.plain, ranks.size)
     start, rest = (*cut, ranks.group, ranks.size, ranks.index), (*cut, ranks.size, ranks.index)
@@ -269,7 +269,7 @@ def lower_reduce_from_shared(node: fx.Node, rank: OnRank) -> LoweredCall:
 
 
 def lower_coalesced(node: fx.Node, rank: OnRank) -> LoweredCall:
-    """One all-reduce of all values, shared blocks in their places."""
+    """Lowers several sums to one all-reduce of all values, shared blocks in their places."""
     ranks, cuts = rank.ranks(node), list[Held]()
     for source in operands(node):
         placement = rank.placed(source, node)
@@ -286,19 +286,19 @@ Held = tuple[int, Sequence[Sequence[Any]]] | None
 
 
 def unchanged_weights(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """`fxpar.sum_gradients`: the values stay the same."""
+    """Computes `fxpar.sum_gradients`: the values stay the same."""
     return tuple(weights)
 
 
 def start_sums(gradients: Sequence[Tensor], cuts: Sequence[Held], group: str, size: int, index: Tensor) -> Tensor:
-    """All sums in one flat tensor, on its way."""
+    """Starts all sums as one flat tensor, which it returns on its way."""
     return start_sum(torch.cat([part.reshape(-1) for part in _parts(gradients, cuts, size, index)]), group)
 
 
 def sums(
     started: Tensor, gradients: Sequence[Tensor], cuts: Sequence[Held], size: int, index: Tensor
 ) -> tuple[Tensor, ...]:
-    """Of `start_sums`."""
+    """Returns what `start_sums` started, when it is there, with each sum in its gradient's place."""
     parts = list(_parts(gradients, cuts, size, index))
     totals = arrived(started).split([part.numel() for part in parts])
     summed = []
@@ -309,7 +309,7 @@ def sums(
 
 
 def _parts(gradients: Sequence[Tensor], cuts: Sequence[Held], size: int, index: Tensor) -> Iterator[Tensor]:
-    """What is summed of each."""
+    """Yields what is summed of each gradient."""
     for gradient, item in zip(gradients, cuts, strict=True):
         yield gradient if item is None else summand(gradient, *_pieces(item), size, index)
 
@@ -325,57 +325,57 @@ _record = partial(Operator, shape=shape, traffic=traffic, stage=Property.COLLECT
 
 @partial(_record, kinds=("I", "R"), sends=("", "all_reduce"), lower=as_it_is, sums_gradients=True)
 def copy_to(x: Any, *, axis: str) -> Any:
-    """I → R (Megatron's f): identity; all-reduce of the gradient."""
+    """Coerces I → R (Megatron's f): identity; all-reduce of the gradient."""
 
 
 @partial(_record, kinds=("P", "I"), sends=("all_reduce", ""), lower=lower_sum, copies=True)
 def reduce_from(x: Any, *, axis: str) -> Any:
-    """P → I (Megatron's g): all-reduce; identity on the gradient."""
+    """Coerces P → I (Megatron's g): all-reduce; identity on the gradient."""
 
 
 @partial(_record, kinds=("S", "R"), sends=("all_gather", "reduce_scatter"), lower=lower_gather, copies=True)
 def all_gather(x: Any, *, axis: str) -> Any:
-    """S → R (sequence-parallel gather): all-gather; reduce-scatter of the gradient."""
+    """Coerces S → R (sequence-parallel gather): all-gather; reduce-scatter of the gradient."""
 
 
 @partial(_record, kinds=("P", "S"), sends=("reduce_scatter", "all_gather"), lower=lower_scatter, copies=True)
 def reduce_scatter(x: Any, *, axis: str) -> Any:
-    """P → S (sequence-parallel scatter-reduce): reduce-scatter; all-gather of the gradient."""
+    """Coerces P → S (sequence-parallel scatter-reduce): reduce-scatter; all-gather of the gradient."""
 
 
 @partial(_record, kinds=("I", "S"), sends=("", "all_gather"), lower=lower_r_to_s)
 def i_to_s(x: Any, *, axis: str) -> Any:
-    """I → S: each rank keeps its block; all-gather of the gradient."""
+    """Coerces I → S: each rank keeps its block; all-gather of the gradient."""
 
 
 @partial(_record, kinds=("S", "I"), sends=("all_gather", ""), lower=lower_gather, copies=True)
 def s_to_i(x: Any, *, axis: str) -> Any:
-    """S → I: all-gather; each rank keeps its block of the gradient."""
+    """Coerces S → I: all-gather; each rank keeps its block of the gradient."""
 
 
 @partial(_record, kinds=("R", "S"), lower=lower_r_to_s)
 def r_to_s(x: Any, *, axis: str) -> Any:
-    """R → S: each rank keeps its block; the gradient is padded with zeros, a summand."""
+    """Coerces R → S: each rank keeps its block; the gradient is padded with zeros, a summand."""
 
 
 @partial(_record, kinds=("P", "R"), sends=("all_reduce", "all_reduce"), lower=lower_sum, copies=True)
 def all_reduce(x: Any, *, axis: str) -> Any:
-    """P → R: all-reduce, forward and backward."""
+    """Coerces P → R: all-reduce, forward and backward."""
 
 
 @partial(_record, kinds=("R", "I"), lower=as_it_is)
 def r_to_i(x: Any, *, axis: str) -> Any:
-    """R → I: identity; the gradient is kept on rank 0 and zero elsewhere."""
+    """Coerces R → I: identity; the gradient is kept on rank 0 and zero elsewhere."""
 
 
 @partial(_record, kinds=("I", "P"), lower=first_only)
 def i_to_p(x: Any, *, axis: str) -> Any:
-    """I → P: kept on rank 0, zero elsewhere; identity on the gradient."""
+    """Coerces I → P: the value is kept on rank 0 and zero elsewhere; identity on the gradient."""
 
 
 @partial(_record, kinds=("R", "P"), lower=first_only)
 def r_to_p(x: Any, *, axis: str) -> Any:
-    """R → P: kept on rank 0, zero elsewhere, forward and backward."""
+    """Coerces R → P: the value is kept on rank 0 and zero elsewhere, forward and backward."""
 
 
 @partial(
@@ -387,17 +387,17 @@ def r_to_p(x: Any, *, axis: str) -> Any:
     copies=True,
 )
 def all_to_all(x: Any, *, axis: str) -> Any:
-    """S(i) → S(j): all-to-all, forward and backward."""
+    """Coerces S(i) → S(j): all-to-all, forward and backward."""
 
 
 @partial(_record, kinds=("S", "S"), sends=("", "all_reduce"), lower=as_it_is, sums_gradients=True)
 def copy_to_shared(x: Any, *, axis: str) -> Any:
-    """S; I → S (f among the ranks that share a block): identity; all-reduce of the gradients of what is shared."""
+    """Coerces S; I → S (f among ranks that share a block): identity; all-reduce of the gradients of what is shared."""
 
 
 @partial(_record, kinds=("S", "S"), lower=lower_split_shared)
 def split_shared(x: Any, *, axis: str) -> Any:
-    """S / c → S: each of the ranks that share a block keeps a part of it; the gradient is padded with zeros."""
+    """Coerces S / c → S: each of the ranks that share a block keeps a part; the gradient is padded with zeros."""
 
 
 # Of gradients alone: the conjugates of coercions that have no conjugate among those above.
@@ -405,22 +405,22 @@ def split_shared(x: Any, *, axis: str) -> Any:
 
 @partial(_record, kinds=("S", "P"), lower=lower_s_to_p)
 def s_to_p(x: Any, *, axis: str) -> Any:
-    """S → P: each rank's block in its place, zeros elsewhere; the conjugate of `r_to_s`."""
+    """Coerces S → P: each rank's block in its place, zeros elsewhere; the conjugate of `r_to_s`."""
 
 
 @partial(_record, kinds=("S", "S"), lower=lower_pad_shared)
 def pad_shared(x: Any, *, axis: str) -> Any:
-    """S → S / c; P: a rank's part in its place in a shared block, zeros elsewhere; the conjugate of `split_shared`."""
+    """Coerces S → S / c; P: a rank's part in its place in a shared block, else zeros; conjugate of `split_shared`."""
 
 
 @partial(_record, kinds=("S", "S"), sends=("all_reduce", ""), lower=lower_reduce_from_shared)
 def reduce_from_shared(x: Any, *, axis: str) -> Any:
-    """S / c; P → S / c: all-reduce among the ranks that share a block; the conjugate of `copy_to_shared`."""
+    """Coerces S / c; P → S / c: all-reduce among ranks that share a block; the conjugate of `copy_to_shared`."""
 
 
 @partial(_record, shape=lambda call: list(call.args), traffic=coalesced_traffic, lower=lower_coalesced)
 def all_reduce_coalesced(*gradients: Any, axis: str) -> Any:
-    """Several gradients, each summed as `all_reduce` or `reduce_from_shared` would: one all-reduce of all."""
+    """Sums several gradients, each as `all_reduce` or `reduce_from_shared` would, in one all-reduce of all."""
 
 
 @partial(
@@ -432,7 +432,7 @@ def all_reduce_coalesced(*gradients: Any, axis: str) -> Any:
     derivative=_together,
 )
 def sum_gradients(*weights: Any, axis: str) -> Any:
-    """Several parameters, as `copy_to` or `copy_to_shared` coerce each: identity; one all-reduce of all gradients.
+    """Coerces several parameters as `copy_to` or `copy_to_shared` does each: identity; one all-reduce of all gradients.
 
     A weight may also be what another such sum, over other axes, gives of a parameter.
     """
@@ -498,9 +498,9 @@ COERCION_OF: Mapping[Any, Coercion] = {
 
 
 def coercion(source: Placement, target: Placement) -> Coercion | None:
-    """The row that converts `source` to `target`; None where nothing does, or where they are the same.
+    """Returns the row that converts `source` to `target`; None where no row does, or where they are the same.
 
-    What is lowered takes blocks in the order of the ranks: nothing converts others.
+    Lowered code takes blocks in the order of the ranks: no row converts others.
     """
     if source == target or not (source.in_rank_order and target.in_rank_order):
         return None
@@ -514,9 +514,9 @@ def coercion(source: Placement, target: Placement) -> Coercion | None:
 
 
 def gradient_coercion(source: Placement, target: Placement) -> Coercion | None:
-    """As `coercion`, of gradients: I and R are one there, shared blocks may be summands, and padding zero.
+    """Returns the row for gradients, as `coercion`: I and R are one, shared blocks may be summands, padding is zero.
 
-    Of what all ranks hold each takes its block, of shared ones too: the backward is not differentiated.
+    Where all ranks hold a value, each takes its block, also a shared one: the backward is not differentiated.
     """
     if source.partial and source.plain == target:
         return _SUM_SHARED

@@ -7,7 +7,7 @@ other waits and reads. A send gives what it sends along, so that it stays until 
 Of two ranks a sum is one copy of the whole each way and an addition, which a compiler may put into the kernel that
 reads it. Of more, each rank sums one block: blocks go to their owners, which add them in float32 and send the sum to
 all (`fxpar.peer_memory.compiler.symmetric_buffer`); the first half of this way is copies, and the second belongs to
-what reads the sum. Where nothing is computed beside a sum, all of it is one call (`one_shot_sum`).
+what reads the sum. Where nothing is computed during a sum, all of it is one call (`one_shot_sum`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def send_copies(x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
 
 
 def _send_whole(line: SymmetricBuffer, buffer: int, tensor: Tensor) -> None:
-    """To the other of two ranks."""
+    """Sends the whole to the other of two ranks."""
     (other,) = line.others
     area = line.areas(buffer, tensor.nbytes)[other]
     with line.beside(buffer, tensor):
@@ -152,7 +152,7 @@ def arrived(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
 
 @torch_operator("added", fake=_like, direct=True)
 def added(x: Tensor, came: Tensor, name: str) -> Tensor:
-    """The sum of a rank's tensor and of what `arrived`, in new memory: one rounding, the same bits on both ranks."""
+    """Adds a rank's tensor and what `arrived`, in new memory: one rounding, the same bits on both ranks."""
     total = x + came
     if registered_buffer(name).poisons:
         came.view(torch.uint8).fill_(0xFF)
@@ -161,7 +161,7 @@ def added(x: Tensor, came: Tensor, name: str) -> Tensor:
 
 @torch_operator("one_shot_sum", fake=_like, direct=True)
 def one_shot_sum(x: Tensor, name: str, buffer: int) -> Tensor:
-    """The sum in one call, beside which nothing is computed."""
+    """Sums in one call, while nothing else is computed."""
     line = registered_buffer(name)
     line.begin(buffer)
     return _total(line, x, buffer, False)
@@ -169,7 +169,7 @@ def one_shot_sum(x: Tensor, name: str, buffer: int) -> Tensor:
 
 @torch_operator("taken_sum", fake=_like_sent, direct=True)
 def taken_sum(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
-    """The sum over more than two ranks.
+    """Returns the sum over more than two ranks.
 
     Args:
         token: of `send_copies`.
@@ -192,7 +192,7 @@ def _total(line: SymmetricBuffer, x: Tensor, buffer: int, is_sent: bool) -> Tens
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as [rows, width]; a complex number is two, and a row that no kernel holds is a column."""
+    """Views a contiguous tensor as [rows, width]; a complex number is two, a row that no kernel holds is a column."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     width = real.shape[-1] if real.dim() else 1
     return real.view(-1, width if real.numel() and fits(width, real.dtype) else 1)
@@ -205,7 +205,7 @@ def _of_rows(x: Tensor, operands: Sequence[Tensor], program: str, name: str, buf
 
 @torch_operator("one_shot_rows", fake=_of_rows, direct=True)
 def one_shot_rows(x: Tensor, operands: Sequence[Tensor], program: str, name: str, buffer: int) -> list[Tensor]:
-    """What is computed of the rows of a sum, with the sum in one call (`fxpar.peer_memory.compiler.row_programs`).
+    """Runs a program on the rows of a sum, with the sum in one call (`fxpar.peer_memory.compiler.row_programs`).
 
     Args:
         x: [..., width], not empty.
@@ -230,7 +230,7 @@ def _of_taken_rows(
 def taken_rows(
     token: Tensor, x: Tensor, operands: Sequence[Tensor], program: str, name: str, buffer: int
 ) -> list[Tensor]:
-    """As `one_shot_rows`, of `taken_sum`."""
+    """Runs a program as `one_shot_rows` does, on the rows of `taken_sum`."""
     return _rows_of_total(registered_buffer(name), x, operands, program, buffer, True)
 
 
@@ -251,7 +251,7 @@ def _operands(operands: Sequence[Tensor], program: str) -> list[Tensor]:
 
 
 def _blocks(x: Tensor, kind: str, size: int) -> list[Tensor]:
-    """What each rank is to have, one-dimensional."""
+    """Returns what each rank is to have, one-dimensional."""
     if kind in (_SCATTER, _EXCHANGE):
         return [block.view(-1) for block in x]
     flat = x.view(-1)
@@ -259,7 +259,7 @@ def _blocks(x: Tensor, kind: str, size: int) -> list[Tensor]:
 
 
 def _places(blocks: Sequence[Tensor]) -> tuple[int, int]:
-    """Bytes from the slot of one sender to that of the next, and in all."""
+    """Returns the bytes from the slot of one sender to that of the next, and in all."""
     step = -(-max(block.nbytes for block in blocks) // _ALIGNED) * _ALIGNED
     return step, step * len(blocks)
 
@@ -278,12 +278,12 @@ def _finish(sent: Sent, kind: str, name: str, buffer: int) -> Tensor:
 
 
 def start_sum(x: Tensor, name: str, buffer: int) -> Sent:
-    """P → I, P → R."""
+    """Starts P → I, P → R."""
     return _start(x, _SUM, name, buffer)
 
 
 def summed(sent: Sent, name: str, buffer: int) -> Tensor:
-    """Of `start_sum`."""
+    """Waits for `start_sum`, and returns the sum."""
     if registered_buffer(name).size > 2:
         return taken_sum(sent[1], sent[0], name, buffer)
     tensor, token = sent
@@ -291,37 +291,37 @@ def summed(sent: Sent, name: str, buffer: int) -> Tensor:
 
 
 def sum_in_one_shot(x: Tensor, name: str, buffer: int) -> Tensor:
-    """P → I, P → R, where nothing is computed beside it."""
+    """Computes P → I, P → R in one call, while nothing else is computed."""
     return one_shot_sum(x, name, buffer)
 
 
 def start_gather(x: Tensor, name: str, buffer: int) -> Sent:
-    """S → R, S → I."""
+    """Starts S → R, S → I."""
     return _start(x, _GATHER, name, buffer)
 
 
 def gathered(sent: Sent, dim: int, pieces: Pieces, name: str, buffer: int) -> Tensor:
-    """Of `start_gather`."""
+    """Waits for `start_gather`, and puts the parts in their places."""
     return c.put_together(_finish(sent, _GATHER, name, buffer), (dim, pieces))
 
 
 def start_scatter(x: Tensor, dim: int, pieces: Pieces, size: int, name: str, buffer: int) -> Sent:
-    """P → S."""
+    """Starts P → S."""
     return _start(c.spread(x, (dim, pieces), size), _SCATTER, name, buffer)
 
 
 def scattered(sent: Sent, name: str, buffer: int) -> Tensor:
-    """Of `start_scatter`."""
+    """Waits for `start_scatter`, and returns the rank's shard of the sum."""
     return _finish(sent, _SCATTER, name, buffer)
 
 
 def start_exchange(x: Tensor, dim: int, pieces: Pieces, size: int, name: str, buffer: int) -> Sent:
-    """S(i) → S(j), by the target's cut."""
+    """Starts S(i) → S(j), by the target's cut."""
     return _start(c.spread(x, (dim, pieces), size), _EXCHANGE, name, buffer)
 
 
 def exchanged(sent: Sent, dim: int, pieces: Pieces, name: str, buffer: int) -> Tensor:
-    """Of `start_exchange`, by the source's cut."""
+    """Waits for `start_exchange`, and puts the parts in their places by the source's cut."""
     return c.put_together(_finish(sent, _EXCHANGE, name, buffer), (dim, pieces))
 
 
@@ -335,7 +335,7 @@ def _gathered(x: Tensor, chosen: Tensor, per_rank: int, name: str, buffer: int) 
 
 @torch_operator("gather_needed", fake=_gathered, direct=True)
 def gather_needed(x: Tensor, chosen: Tensor, per_rank: int, name: str, buffer: int) -> Tensor:
-    """Of the tokens of n ranks those that this one needs, in the symmetric buffer `name`.
+    """Gathers those tokens of n ranks that this rank needs, in the symmetric buffer `name`.
 
     Args:
         x: [t, f]: its own.
@@ -359,7 +359,7 @@ def _scattered(x: Tensor, chosen: Tensor, per_rank: int, name: str, buffer: int)
 
 @torch_operator("scatter_needed", fake=_scattered, direct=True)
 def scatter_needed(x: Tensor, chosen: Tensor, per_rank: int, name: str, buffer: int) -> Tensor:
-    """The sums of what n ranks made of those tokens of this one that each needed.
+    """Returns the sums of what n ranks made of this rank's tokens, each of those that it needed.
 
     Args:
         x: [n, t, f]: what this rank made of the tokens of all.
@@ -377,19 +377,19 @@ def scatter_needed(x: Tensor, chosen: Tensor, per_rank: int, name: str, buffer: 
 
 
 def expand_copied(x: Tensor, chosen: Tensor, per_rank: int, size: int, name: str, buffer: int) -> Tensor:
-    """[… t, f] → [… 1, n * t, f] (`expand_needed`)."""
+    """Maps [… t, f] → [… 1, n * t, f] (`expand_needed`)."""
     tokens = gather_needed(x.reshape(-1, x.shape[-1]), _by_rank(chosen, size), per_rank, name, buffer)
     return tokens.view(size, *x.shape).movedim(0, -3).flatten(-3, -2).unsqueeze(-3)
 
 
 def sum_copied(x: Tensor, chosen: Tensor, per_rank: int, size: int, name: str, buffer: int) -> Tensor:
-    """[… 1, n * t, f] → [… t, f] (`sum_needed`)."""
+    """Maps [… 1, n * t, f] → [… t, f] (`sum_needed`)."""
     by_rank = _by_rank(x.squeeze(-3), size)
     sums = scatter_needed(by_rank, _by_rank(chosen, size), per_rank, name, buffer)
     return sums.view(*x.shape[:-3], x.shape[-2] // size, x.shape[-1])
 
 
 def _by_rank(x: Tensor, size: int) -> Tensor:
-    """[… n * t, f] → [n, … * t, f]: what is of the tokens of each rank."""
+    """Maps [… n * t, f] → [n, … * t, f]: what is of the tokens of each rank."""
     apart: Tensor = x.unflatten(-2, (size, x.shape[-2] // size))
     return apart.movedim(-3, 0).flatten(1, -2)

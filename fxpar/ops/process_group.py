@@ -38,13 +38,13 @@ Pieces = Sequence[tuple[int, Run]]
 
 
 def _padding(cut: Cut) -> tuple[int, int] | None:
-    """Size and padded size of a cut whose blocks are padded."""
+    """Returns size and padded size of a cut whose blocks are padded; None for other cuts."""
     run = cut[1][0][1]
     return run if isinstance(run, tuple) else None
 
 
 def _runs(x: Tensor, cut: Cut, share: int) -> list[Tensor]:
-    """The pieces along the cut dimension; `share` is n for a rank's tensor and 1 for a whole one."""
+    """Returns the pieces along the cut dimension; `share` is n for a rank's tensor and 1 for a whole one."""
     dim, pieces = cut
     if len(pieces) == 1:
         return [x]
@@ -52,7 +52,7 @@ def _runs(x: Tensor, cut: Cut, share: int) -> list[Tensor]:
 
 
 def spread(x: Tensor, cut: Cut, n: int) -> Tensor:
-    """Whole tensor → [n, …]: the ranks' parts stacked, padding zero."""
+    """Maps a whole tensor → [n, …]: the ranks' parts stacked, padding zero."""
     dim, pieces = cut
     padding = _padding(cut)
     if padding is not None:
@@ -68,12 +68,12 @@ def spread(x: Tensor, cut: Cut, n: int) -> Tensor:
 
 
 def _lengthened(x: Tensor, dim: int, count: int) -> Tensor:
-    """With zeros behind the dimension's end."""
+    """Returns the tensor with `count` zeros more at the dimension's end."""
     return functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, count]) if count else x
 
 
 def put_together(stacked: Tensor, cut: Cut) -> Tensor:
-    """[n, …] → whole tensor: the inverse of `spread`."""
+    """Maps [n, …] → a whole tensor: the inverse of `spread`."""
     dim, pieces = cut
     n = stacked.shape[0]
     padding = _padding(cut)
@@ -92,68 +92,68 @@ def put_together(stacked: Tensor, cut: Cut) -> Tensor:
 
 
 def same(x: Tensor) -> Tensor:
-    """What changes nothing but the gradient's way."""
+    """Returns the value as it is: such a coercion changes only the gradient's way."""
     return x
 
 
 def start_sum(x: Tensor, group: str) -> Tensor:
-    """P → I, P → R."""
+    """Starts P → I, P → R."""
     return _c10d.all_reduce(x.contiguous(), "sum", group)  # type: ignore[no-any-return]
 
 
 def arrived(started: Tensor) -> Tensor:
-    """Of `start_sum`: what was sent, when it is there."""
+    """Waits for what `start_sum` sent, and returns it."""
     return _c10d.wait_tensor(started)  # type: ignore[no-any-return]
 
 
 def start_gather(x: Tensor, group: str, size: int) -> Tensor:
-    """S → R, S → I: the ranks' tensors stacked, [n, …]."""
+    """Starts S → R, S → I: the ranks' tensors stacked, [n, …]."""
     return _c10d.all_gather_into_tensor(x.contiguous().unsqueeze(0), size, group)  # type: ignore[no-any-return]
 
 
 def put_in_places(started: Tensor, dim: int, pieces: Pieces) -> Tensor:
-    """Of `start_gather` by the cut, and of `start_exchange` by the source's cut: the global tensor."""
+    """Returns the global tensor: of `start_gather` by the cut, of `start_exchange` by the source's cut."""
     return put_together(arrived(started), (dim, pieces))
 
 
 def start_scatter(x: Tensor, dim: int, pieces: Pieces, group: str, size: int) -> Tensor:
-    """P → S: the rank's shard of the sum, [1, …]."""
+    """Starts P → S: the rank's shard of the sum, [1, …]."""
     stacked = spread(x, (dim, pieces), size).contiguous()
     return _c10d.reduce_scatter_tensor(stacked, "sum", size, group)  # type: ignore[no-any-return]
 
 
 def scattered(started: Tensor) -> Tensor:
-    """Of `start_scatter`."""
+    """Waits for the shard of `start_scatter`, and returns it."""
     return arrived(started).squeeze(0)
 
 
 def take(x: Tensor, dim: int, pieces: Pieces, size: int, index: Tensor) -> Tensor:
-    """I → S, R → S: a rank's shard of a global tensor."""
+    """Takes a rank's shard of a global tensor: I → S, R → S."""
     # The index is a tensor and no number: one graph, and one compiled kernel, serves all ranks.
     return spread(x, (dim, pieces), size).index_select(0, index.reshape(1)).squeeze(0)
 
 
 def pad(x: Tensor, dim: int, pieces: Pieces, size: int, index: Tensor) -> Tensor:
-    """S → P: a global tensor with a rank's shard in its place and zeros elsewhere."""
+    """Pads S → P: a global tensor with a rank's shard in its place and zeros elsewhere."""
     ranks = torch.arange(size, device=x.device).view(-1, *[1] * x.dim())
     return put_together(torch.where(ranks == index, x.unsqueeze(0), x.new_zeros(())), (dim, pieces))
 
 
 def first_only(x: Tensor, index: Tensor) -> Tensor:
-    """I → P, R → P: the value on rank 0, zeros on the others."""
+    """Keeps the value on rank 0 and returns zeros on the others: I → P, R → P."""
     # A choice and no product: zero times infinity would be NaN.
     return torch.where(index == 0, x, x.new_zeros(()))
 
 
 def start_exchange(x: Tensor, dim: int, pieces: Pieces, group: str, size: int) -> Tensor:
-    """S(i) → S(j), by the target's cut: of each rank the part that is this one's, [n, …]."""
+    """Starts S(i) → S(j), by the target's cut: from each rank the part that is this one's, [n, …]."""
     counts = [1] * size
     stacked = spread(x, (dim, pieces), size).contiguous()
     return _c10d.all_to_all_single(stacked, counts, counts, group)  # type: ignore[no-any-return]
 
 
 def recut(started: Tensor, source: tuple[int, Pieces], target: tuple[int, Pieces], size: int, index: Tensor) -> Tensor:
-    """S(i) → S(i) by another factor, of `start_gather`.
+    """Cuts S(i) → S(i) by another factor, of `start_gather`.
 
     What two ranks exchange differs from pair to pair, so that an all-to-all would need other sizes on every rank.
     """
@@ -164,17 +164,17 @@ def recut(started: Tensor, source: tuple[int, Pieces], target: tuple[int, Pieces
 
 
 def sum_over(x: Tensor, group: Group) -> Tensor:
-    """All-reduce."""
+    """Sums over the ranks of a group by an all-reduce."""
     return arrived(start_sum(x, group.name))
 
 
 def max_over(x: Tensor, group: Group) -> Tensor:
-    """All-reduce of the largest values; it has no derivative."""
+    """Returns the largest values over the ranks of a group, by an all-reduce; it has no derivative."""
     return arrived(_c10d.all_reduce(x.contiguous(), "max", group.name))
 
 
 def gather_whole(x: Tensor, cut: Cut, group: Group) -> Tensor:
-    """All-gather of a shard."""
+    """Gathers the whole of a shard by an all-gather."""
     return put_in_places(start_gather(x, group.name, group.size), *cut)
 
 
@@ -207,20 +207,20 @@ def _segments(x: Tensor, dim: int, lengths: Sequence[int | None]) -> list[Tensor
 
 
 def _placed(x: Tensor, dim: int, outer: int, count: int, position: Tensor) -> Tensor:
-    """A tensor in which each run of `x` is the one at `position` of `count`, the others zero."""
+    """Returns a tensor in which each run of `x` is the one at `position` of `count`, the others zero."""
     runs = x.unflatten(dim, (outer, x.shape[dim] // outer)).unsqueeze(dim + 1)
     places = torch.arange(count, device=x.device).view(-1, *[1] * (x.dim() - dim))
     return torch.where(places == position, runs, x.new_zeros(())).flatten(dim, dim + 2)
 
 
 def _picked(x: Tensor, dim: int, outer: int, count: int, position: Tensor) -> Tensor:
-    """The inverse of `_placed`."""
+    """Inverts `_placed`."""
     runs: Tensor = x.unflatten(dim, (outer, count, x.shape[dim] // (outer * count)))
     return runs.index_select(dim + 1, position.reshape(1)).flatten(dim, dim + 2)
 
 
 def summand(grad: Tensor, dim: int, pieces: SharedSegments, n: int, index: Tensor) -> Tensor:
-    """A rank's summand of the gradients of the shared blocks: its own in their places, zeros elsewhere."""
+    """Returns a rank's summand of the gradients of the shared blocks: its own in their places, zeros elsewhere."""
     parts = []
     for piece, part in zip(pieces, _segments(grad, dim, [piece.length for piece in pieces]), strict=True):
         if piece.copies > 1:
@@ -229,7 +229,7 @@ def summand(grad: Tensor, dim: int, pieces: SharedSegments, n: int, index: Tenso
 
 
 def restored(grad: Tensor, total: Tensor, dim: int, pieces: SharedSegments, n: int, index: Tensor) -> Tensor:
-    """A rank's gradient with the sums of the shared blocks in place of its own."""
+    """Returns a rank's gradient with the sums of the shared blocks in place of its own."""
     parts = _segments(grad, dim, [piece.length for piece in pieces])
     shared = [i for i, piece in enumerate(pieces) if piece.copies > 1]
     sizes = [parts[i].shape[dim] * (n // pieces[i].copies) for i in shared]
@@ -240,12 +240,12 @@ def restored(grad: Tensor, total: Tensor, dim: int, pieces: SharedSegments, n: i
 
 
 def _part(index: Tensor, piece: SharedSegment) -> Tensor:
-    """Which part of its block a rank keeps: neighbours that share the part count as one."""
+    """Returns which part of its block a rank keeps: neighbours that share the part count as one."""
     return index % piece.copies // (piece.copies // piece.parts)
 
 
 def split_shared(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Tensor) -> Tensor:
-    """`fxpar.split_shared`: each rank keeps its part of its blocks; pieces as tuples of `SharedSegment`'s fields."""
+    """Computes `fxpar.split_shared`: a rank's part of its blocks; pieces as tuples of `SharedSegment`'s fields."""
     shared = [SharedSegment(*p) for p in pieces]
     parts = []
     for piece, part in zip(shared, _segments(x, dim, [piece.length for piece in shared]), strict=True):
@@ -254,7 +254,7 @@ def split_shared(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Te
 
 
 def pad_shared(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Tensor) -> Tensor:
-    """`fxpar.pad_shared`; pieces are those of the result, as tuples of `SharedSegment`'s fields."""
+    """Computes `fxpar.pad_shared`; pieces are those of the result, as tuples of `SharedSegment`'s fields."""
     shared = [SharedSegment(*p) for p in pieces]
     lengths = [None if piece.length is None else piece.length // piece.parts for piece in shared]
     parts = []
@@ -266,12 +266,12 @@ def pad_shared(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Tens
 def start_reduce_from_shared(
     x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], group: str, size: int, index: Tensor
 ) -> Tensor:
-    """`fxpar.reduce_from_shared`, on its way; pieces as tuples of `SharedSegment`'s fields."""
+    """Starts `fxpar.reduce_from_shared`; pieces as tuples of `SharedSegment`'s fields."""
     return start_sum(summand(x, dim, [SharedSegment(*p) for p in pieces], size, index), group)
 
 
 def reduce_from_shared(
     started: Tensor, x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], size: int, index: Tensor
 ) -> Tensor:
-    """Of `start_reduce_from_shared`."""
+    """Waits for `start_reduce_from_shared`, and returns the gradient with the sums in place of the rank's own."""
     return restored(x, arrived(started), dim, [SharedSegment(*p) for p in pieces], size, index)
