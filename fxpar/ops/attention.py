@@ -29,7 +29,7 @@ _NAMES = ("query", "key", "value", "mask")
 
 
 def _labels(call: OpCall) -> Labelling | Refusal:
-    """As of attention; a value's columns are not cut, of which the sums of exponentials know nothing."""
+    """Returns labels as of attention; a value's columns are not cut, of which the sums of exponentials know nothing."""
     out, log_sum = call.outputs
     count = sum(name in _NAMES for name in call.names)
     inner = OpCall(call.target, call.arguments, call.operands[:count], call.names[:count], (out,), call.n)
@@ -43,7 +43,7 @@ def _labels(call: OpCall) -> Labelling | Refusal:
 
 
 def _gradient_labels(call: OpCall) -> Labelling | Refusal:
-    """Heads and rows that an operand lacks are summed in its gradient."""
+    """Returns labels in which heads and rows that an operand lacks are summed in its gradient."""
     kinds = dict(zip(call.names, call.operands, strict=True))
     names = tuple(name for name in _NAMES if name in kinds)
     operands = tuple(kinds[name] for name in names)
@@ -65,7 +65,7 @@ def _gradient_labels(call: OpCall) -> Labelling | Refusal:
 
 
 def _value_alone(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
-    """The result is linear in the value, whose columns may be cut; the sums of exponentials know nothing of it."""
+    """Places the result, linear in the value, whose columns may be cut; the sums of exponentials ignore the value."""
     value = placements[call.names.index("value")]
     if not _is_whole_beside(call, placements, ("value",)) or not _is_column(call, value):
         return None
@@ -74,7 +74,7 @@ def _value_alone(call: OpCall, placements: Sequence[Placement]) -> tuple[Placeme
 
 
 def _gradient_of_value_alone(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
-    """Scores get summands of their gradients from value and result, or from each column of these."""
+    """Places gradients: scores get summands of theirs from value and result, or from each column of these."""
     value, out, gradient = (placements[call.names.index(name)] for name in ("value", "out", "gradient"))
     if not _is_whole_beside(call, placements, ("value", "out", "gradient")) or not _is_column(call, value):
         return None
@@ -85,7 +85,7 @@ def _gradient_of_value_alone(call: OpCall, placements: Sequence[Placement]) -> t
 
 
 def _is_whole_beside(call: OpCall, placements: Sequence[Placement], names: Sequence[str]) -> bool:
-    """Whether all operands but those named are whole; several may have one name, as the axes' indices do."""
+    """Returns whether all operands but those named are whole; several may have one name, as the axes' indices do."""
     return all(p == R for name, p in zip(call.names, placements, strict=True) if name not in names)
 
 
@@ -110,7 +110,7 @@ def _as_summands(placement: Placement) -> Placement:
 
 
 def _with_summands(rule: Rule) -> Rule:
-    """Heads that several ranks hold get a summand of their gradient on each."""
+    """Returns a rule by which heads that several ranks hold get a summand of their gradient on each."""
     assert rule.seed is not None
     seed = rule.seed
 
@@ -150,7 +150,7 @@ def _gradient_shape(call: OnShapes) -> Any:
 
 
 def _call(args: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Fields of an `SdpaCall`."""
+    """Returns the fields of an `SdpaCall`."""
     return tuple(args[name] for name in (*_NAMES, "is_causal", "scale", "enable_gqa"))
 
 
@@ -172,12 +172,12 @@ def _lower_backward(node: fx.Node, rank: OnRank) -> LoweredCall:
 
 
 def saving_attention(call: Sequence[Any], drops: Sequence[Any]) -> Any:
-    """`fxpar.attention_forward` as a lowered graph calls it: fields of an `SdpaCall` and of `Drops`, if any."""
+    """Computes `fxpar.attention_forward` in a lowered graph, from fields of an `SdpaCall` and of `Drops`, if any."""
     return sdpa.forward(sdpa.SdpaCall(*call), sdpa.Drops(*drops) if drops else None)
 
 
 def attention_gradients(call: Sequence[Any], values: Sequence[Tensor], drops: Sequence[Any], of_mask: bool) -> Any:
-    """`fxpar.attention_backward` as a lowered graph calls it; `values` are the gradient, the result and `log_sum`."""
+    """Computes `fxpar.attention_backward` in a lowered graph; `values` are the gradient, the result and `log_sum`."""
     gradient, out, log_sum = values
     dropout = sdpa.Drops(*drops) if drops else None
     return sdpa.backward(sdpa.SdpaCall(*call), gradient, out, log_sum, dropout, of_mask)
@@ -232,7 +232,7 @@ def attention_backward(
     indices: Any = (),
     of_mask: bool = False,
 ) -> Any:
-    """Gradients of query, key and value of an attention, and where asked for of its mask.
+    """Returns the gradients of query, key and value of an attention, and where asked for of its mask.
 
     Args:
         query: as of `attention_forward`, and so `key`, `value`, `mask` and the options.
@@ -262,14 +262,14 @@ def attention_forward(
     enable_gqa: bool = False,
     indices: Any = (),
 ) -> Any:
-    """Attention as `fxpar.attention`, without dropout where `rng` is None; and what its gradient needs.
+    """Computes attention as `fxpar.attention`, without dropout where `rng` is None; and what its gradient needs.
 
     The second result is the logarithm of each row's sum of exponentials, in float32 or wider.
     """
 
 
 def saving(node: fx.Node) -> Saving:
-    """`attention_forward` in place of an attention of PyTorch's, or of one with dropout."""
+    """Puts `attention_forward` in place of an attention of PyTorch's, or of one with dropout."""
     args = bind_arguments(node)
     mask = args.get("mask", args.get("attn_mask"))
     options = (args.get("rng"), args.get("p", 0.0), args["is_causal"], args["scale"], args["enable_gqa"])

@@ -124,7 +124,7 @@ class Emits(Protocol):
         name: str = "",
         random: int = 0,
     ) -> fx.Node:
-        """A call with its note.
+        """Adds a call with its note.
 
         Args:
             kind: type of the result, a tuple of several.
@@ -137,7 +137,7 @@ class Emits(Protocol):
     def forward(
         self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], kind: Any, at: fx.Node, random: int = 0
     ) -> fx.Node:
-        """A call in front of a node of the forward."""
+        """Adds a call in front of a node of the forward."""
         ...
 
 
@@ -158,13 +158,13 @@ class Reverse:
     emit: Emits
 
     def call(self, target: Any, *args: Any, kind: Any, random: int = 0) -> fx.Node:
-        """A node of the backward over the axes of the forward's."""
+        """Adds a node of the backward over the axes of the forward's."""
         axis = self.node.kwargs.get("axis")
         kwargs = {"axis": axis} if axis is not None else {}
         return self.emit.call(target, args, kwargs, kind, note(self.node), random=random)
 
     def result(self, index: int) -> fx.Node:
-        """One of the node's own results, which the forward need not have taken."""
+        """Returns one of the node's own results, which the forward need not have taken."""
         known = (user for user in self.node.users if user.target is operator.getitem and user.args[1] == index)
         kind = output_types(self.node)[index]
         item = next(known, None)
@@ -187,7 +187,7 @@ class Reverse:
         return (gradient, *[None] * (len(self.needs_grad) - 1))
 
     def items(self, source: fx.Node) -> list[fx.Node]:
-        """The results of a node of several, as nodes of their own."""
+        """Returns the results of a node of several, as nodes of their own."""
         kinds, place = output_types(source), note(self.node)
         return [self.emit.call(operator.getitem, (source, i), {}, kind, place) for i, kind in enumerate(kinds)]
 
@@ -197,7 +197,7 @@ Gradients = Sequence[fx.Node | None]
 
 @dataclass(frozen=True)
 class Saving:
-    """A call that computes what another does, and more results behind that, which its derivative reads.
+    """A call that computes what another does, and more results after that, which its derivative reads.
 
     Attributes:
         target: the operator, which takes the other's keywords.
@@ -270,7 +270,7 @@ class Operator(GraphOperator):
             raise ValueError(f"{self} has neither a function of shapes nor an operator of torch that is like it")
 
     def on_shapes(self, call: OnShapes) -> Any:
-        """The results of a call on shapes alone.
+        """Returns the results of a call on shapes alone.
 
         Raises:
             ValueError: the operands do not fit; TypeError, RuntimeError or IndexError where torch says so.
@@ -282,7 +282,7 @@ class Operator(GraphOperator):
 
 
 def alike(target: Any) -> Any:
-    """The operator of torch that the target of a node is, or is like; None where there is none."""
+    """Returns the operator of torch that the target of a node is, or is like; None where there is none."""
     return target.like if isinstance(target, Operator) else target
 
 

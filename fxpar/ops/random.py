@@ -32,7 +32,7 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def dropout_labels(call: OpCall) -> Labelling | Refusal:
-    """The values are element-wise; the generator's state and the indices are not sharded."""
+    """Labels values as element-wise; the generator's state and the indices are not sharded."""
     out = call.outputs[0].shape
     ins = [broadcast(call.operands[0].shape, out)]
     ins += [(None,) * len(kind.shape) for kind in call.operands[1:]]
@@ -40,7 +40,7 @@ def dropout_labels(call: OpCall) -> Labelling | Refusal:
 
 
 def own_bits(call: OpCall, placements: Sequence[Placement]) -> Refusal | None:
-    """An axis index is passed exactly where the values are a shard (SPEC 2.4)."""
+    """Checks that an axis index is passed exactly where the values are a shard (SPEC 2.4)."""
     varying = [i for i, name in enumerate(call.names) if name == "indices" and placements[i].kind == "V"]
     is_shard = placements[0].is_shard
     if is_shard and len(varying) != 1:
@@ -53,7 +53,7 @@ def own_bits(call: OpCall, placements: Sequence[Placement]) -> Refusal | None:
 
 
 def own_bits_of_probabilities(call: OpCall, placements: Sequence[Placement]) -> Refusal | None:
-    """As `own_bits`; the query's cut must be the probabilities', from which attention drops."""
+    """Checks as `own_bits` does; the query's cut must be the probabilities', from which attention drops."""
     query, out = call.operands[0].shape, call.outputs[0].shape
     lead = any(p.is_shard and p.dim < len(k.shape) - 2 for p, k in zip(placements, call.operands, strict=True))
     is_shard = placements[0].is_shard
@@ -63,7 +63,7 @@ def own_bits_of_probabilities(call: OpCall, placements: Sequence[Placement]) -> 
 
 
 def bits_alone(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
-    """As `own_bits`; the values of the operand do not matter: for those of a sum all ranks draw the same."""
+    """Checks as `own_bits` does; the operand's values do not matter: for those of a sum all ranks draw the same."""
     is_plain = all(placement in (I, R) for placement in placements[1:])
     return own_bits(call, placements) or (same_values(call, placements) if is_plain else None)
 
@@ -74,7 +74,7 @@ def indexed(
     linear: tuple[tuple[str, ...], ...] = (),
     signature: Callable[[Rule, OpCall, int, Placement], Signature | Refusal] = seed_signature,
 ) -> Rule:
-    """The rule of an operator that draws bits for its first operand, and takes an index where that is a shard.
+    """Returns the rule of an operator that draws bits for its first operand, and takes an index where that is a shard.
 
     Args:
         signature: reads labels: `seed_signature`, or of gradients `signature_of_summands`.
@@ -141,7 +141,7 @@ def _lower_dropout(node: fx.Node, rank: OnRank) -> LoweredCall:
 
 
 def _dropout_form(device: torch.device) -> Callable[..., Tensor]:
-    """One kernel on NVIDIA GPUs; elsewhere PyTorch's operators, the same bits."""
+    """Returns one kernel on NVIDIA GPUs; elsewhere PyTorch's operators, which give the same bits."""
     if device.type == "meta":
         return _dropout_on_shapes
     if device.type != "cuda":
@@ -151,7 +151,7 @@ def _dropout_form(device: torch.device) -> Callable[..., Tensor]:
 
 
 def _dropout_on_shapes(x: Tensor, rng: Tensor, p: float, origin: int | Tensor, cuts: Sequence[Any]) -> Tensor:
-    """The tensors that dropout makes on a GPU, where this machine has none."""
+    """Returns the tensors that dropout makes on a GPU, where this machine has none."""
     if counter.cuts_of_kernel(x, p, cuts) is None:
         return counter.dropout(x, rng, p, origin, cuts)
     return torch.empty_like(x.contiguous())
@@ -173,7 +173,7 @@ def _lower_attention(node: fx.Node, rank: OnRank) -> LoweredCall:
 
 
 def _cuts(node: fx.Node, rank: OnRank) -> list[Any]:
-    """The cuts of the values for whose elements bits are drawn; the node has an index for each."""
+    """Returns the cuts of the values for whose elements bits are drawn; the node has an index for each."""
     cuts = rank.element_cuts(node)
     assert len(cuts) == len(bind_arguments(node)["indices"])
     return cuts
@@ -189,14 +189,14 @@ def _cuts(node: fx.Node, rank: OnRank) -> list[Any]:
     stage=Property.RNG,
 )
 def axis_index(*, axis: str) -> Any:
-    """The rank's coordinate on the axis, an i64 scalar of placement V."""
+    """Returns the rank's coordinate on the axis, an i64 scalar of placement V."""
 
 
 _record = partial(Operator, stage=Property.RNG, draws=True)
 
 
 def _dropout_gradient(reverse: Reverse) -> Gradients:
-    """The same elements are dropped, the others scaled alike."""
+    """Drops the same elements of the gradient, and scales the others alike."""
     node, (gradient,) = reverse.node, reverse.tangents
     args, kind = (gradient, *node.args[1:]), output_types(node)[0]
     input_gradient = reverse.call(node.target, *args, kind=kind, random=note(node).random)
@@ -212,7 +212,7 @@ def _dropout_gradient(reverse: Reverse) -> Gradients:
     derivative=_dropout_gradient,
 )
 def dropout(x: Any, rng: Any, p: float, indices: Any = ()) -> Any:
-    """Dropout with the mask of a stateless counter generator (SPEC section 2.4).
+    """Drops elements by the mask of a stateless counter generator (SPEC section 2.4).
 
     Args:
         x: the values, any shape.
@@ -225,7 +225,7 @@ def dropout(x: Any, rng: Any, p: float, indices: Any = ()) -> Any:
 
 @partial(_record, rule=Rule(), shape=_uniform_shape, lower=_lower_uniform, stops_gradient=True)
 def uniform(size: Any, rng: Any, dtype: Any) -> Any:
-    """Uniform numbers in (0, 1), the same on every rank, from the counter generator (SPEC section 2.4).
+    """Draws uniform numbers in (0, 1), the same on every rank, from the counter generator (SPEC section 2.4).
 
     Args:
         size: the shape.
@@ -242,7 +242,7 @@ def uniform(size: Any, rng: Any, dtype: Any) -> Any:
     stops_gradient=True,
 )
 def uniform_like(x: Any, rng: Any, dtype: Any, indices: Any = ()) -> Any:
-    """Uniform numbers in (0, 1), one for each element of `x`, whose values do not matter.
+    """Draws uniform numbers in (0, 1), one for each element of `x`, whose values do not matter.
 
     Arguments as in `uniform`; `indices` as in `dropout`.
     """
@@ -267,7 +267,7 @@ def attention(
     enable_gqa: bool = False,
     indices: Any = (),
 ) -> Any:
-    """Scaled dot-product attention with the counter generator's dropout on the probabilities.
+    """Computes scaled dot-product attention with the counter generator's dropout on the probabilities.
 
     Arguments as `torch.nn.functional.scaled_dot_product_attention`; `rng`, `p` and `indices` as in `dropout`.
     """
@@ -316,14 +316,14 @@ def _words_shape(rng: Tensor, *args: Any) -> Tensor:
 def drawn_words(
     rng: Tensor, rank: Tensor, offset: Tensor, identity: Tensor, p: float, place: Sequence[int], count: int
 ) -> Tensor:
-    """Which of the `count` elements of a tensor stay, a bit each: i32[ceil(count / 32)]; others as of dropout."""
+    """Draws which of the `count` elements of a tensor stay, a bit each: i32[ceil(count / 32)]; others as of dropout."""
     from fxpar.ops import dropout_kernels
 
     return dropout_kernels.draw(dropout_kernels.DropoutShard(rng, rank, offset, identity, p, *place), count)
 
 
 def dropped(x: Tensor, words: Tensor, p: float) -> Tensor:
-    """A contiguous tensor with its dropped elements, of whose words the bits say which stay."""
+    """Returns a contiguous tensor with its dropped elements, of whose words the bits say which stay."""
     bits = (words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
     stays = bits.flatten()[: x.numel()].view(x.shape) != 0
     return torch.where(stays, x * (1.0 / (1.0 - p)), x.new_zeros(()))
@@ -339,7 +339,7 @@ DECOMPOSITIONS = {torch.ops.fxpar.dropout.default: _decomposed}
 
 
 def fused_dropout(x: Tensor, rng: Tensor, p: float, origin: int | Tensor, cuts: list[IndexCut]) -> Tensor:
-    """`fxpar.ops.counter.dropout`, the same bits."""
+    """Computes `fxpar.ops.counter.dropout`, with the same bits."""
     kernel_cuts = counter.cuts_of_kernel(x, p, cuts)
     if kernel_cuts is None:
         return counter.dropout(x, rng, p, origin, cuts)

@@ -36,7 +36,7 @@ from fxpar.ops.vocabulary import (
 _OPERATORS: dict[str, Operator] = {}
 _COMPOSITE_OF: dict[Any, Operator] = {}
 
-# What the text form may name behind `fxpar.`.
+# What the text form may name after `fxpar.`.
 OPERATORS: Mapping[str, Operator] = MappingProxyType(_OPERATORS)
 # The composite operator of each operation of torch that has one.
 COMPOSITE_OF: Mapping[Any, Operator] = MappingProxyType(_COMPOSITE_OF)

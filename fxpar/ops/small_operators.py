@@ -37,7 +37,7 @@ def _ends_gradients(ctx: Any, inputs: Any, output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, gradient: Any) -> None:
-    """There is none: to the author what was read is a number."""
+    """Returns no gradient: to the author what was read is a number."""
 
 
 @torch_operator("item", torch.Tag.cudagraph_unsafe, fake=_item_on_shapes, autograd=Autograd(_ends_gradients, _gradient))
@@ -72,7 +72,7 @@ def _lower(node: fx.Node, rank: OnRank) -> LoweredCall:
     uncaptured="reads a value on the host; keep it a tensor: leave item() out",
 )
 def item(self: Any) -> Any:
-    """A value that is read on the host, f64[].
+    """Reads a value on the host, f64[].
 
     Args:
         self: the value, of one element.
@@ -80,7 +80,7 @@ def item(self: Any) -> Any:
 
 
 def _ranks(node: fx.Node, axes: Mapping[str, int]) -> int:
-    """How many ranks cut the dimension.
+    """Returns how many ranks cut the dimension.
 
     Raises:
         ValueError: they do not hold equal parts of it.
@@ -110,7 +110,7 @@ def _lower_size(node: fx.Node, rank: OnRank) -> LoweredCall:
 
 @partial(Operator, shape=_size_shape, lower=_lower_size)
 def size(x: Any, dim: int) -> Any:
-    """Size of a dimension of the whole: what a rank has of it, times the ranks that share it out.
+    """Returns the size of a dimension of the whole: what a rank has of it, times the ranks that share it out.
 
     Args:
         x: the values, any shape.
@@ -129,7 +129,7 @@ def _alike(call: OpCall, index: int, placement: Placement) -> Signature:
 
 
 def zeros_of(x: Tensor) -> Tensor:
-    """`fxpar.zeros` as a lowered graph calls it."""
+    """Computes `fxpar.zeros` in a lowered graph."""
     return torch.zeros_like(x)
 
 
@@ -145,7 +145,7 @@ def _lower_zeros(node: fx.Node, rank: OnRank) -> LoweredCall:
     stops_gradient=True,
 )
 def zeros(self: Any) -> Any:
-    """Zeros cut as a value is; of blocks that several ranks hold, summands.
+    """Returns zeros cut as a value is; of blocks that several ranks hold, summands.
 
     Args:
         self: the value, any shape.
@@ -153,7 +153,7 @@ def zeros(self: Any) -> Any:
 
 
 def why_whole(call: OpCall) -> str:
-    """Why a function takes whole operands; empty where it is element-wise, as a trace of forward and backward shows."""
+    """Returns why a function takes whole operands; empty if a trace of forward and backward shows it element-wise."""
     path = call.get("path")
     in_lists = set(call.names) & set(call.arguments)
     if in_lists or any(kind.shape != call.outputs[0].shape for kind in (*call.operands, *call.outputs)):
@@ -163,7 +163,7 @@ def why_whole(call: OpCall) -> str:
 
 
 def _function_labels(call: OpCall) -> Labelling | Refusal:
-    """Element-wise where that is proved."""
+    """Returns the labels of an element-wise function, where it is proved to be one."""
     reason = why_whole(call)
     return Refusal(reason) if reason else pointwise_labels(call)
 
@@ -175,7 +175,7 @@ def _check(call: OpCall, placements: Sequence[Placement]) -> Refusal | None:
 
 
 def _uncounted(call: OpCall) -> str:
-    """An element-wise function multiplies no matrices; another may."""
+    """Returns the path of a function that may multiply matrices, which no element-wise one does; empty otherwise."""
     return str(call.get("path")) if isinstance(_function_labels(call), Refusal) else ""
 
 
@@ -204,7 +204,7 @@ def _lower_function(node: fx.Node, rank: OnRank) -> LoweredCall:
     whole=why_whole,
 )
 def function(*args: Any, path: str) -> Any:
-    """A call of the user's `torch.autograd.Function` at `path`, kept whole so that its backward is the author's."""
+    """Calls the user's `torch.autograd.Function` at `path`, kept whole so that its backward is the author's."""
 
 
 def _as_held(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...]:
@@ -227,7 +227,7 @@ def _lower_transfer(node: fx.Node, rank: OnRank) -> LoweredCall:
     derivative=lambda call: call.tangents,
 )
 def transfer(self: Any) -> Any:
-    """A value as the next stage has it: each rank's part goes to the rank of the same place there, its gradient back.
+    """Passes a value to the next stage: each rank's part goes to the rank of the same place there, its gradient back.
 
     Args:
         self: the value, any shape, in the layout that it keeps.
@@ -259,7 +259,7 @@ _given: ContextVar[Sequence[Destination | None]] = ContextVar("where a call's re
 
 @contextmanager
 def into(destinations: Sequence[Destination | None]) -> Iterator[None]:
-    """While it lasts, products that are results of a call go there, by number of the result."""
+    """Has products that are results of a call written to these places while it lasts, by number of the result."""
     token = _given.set(destinations)
     try:
         yield
@@ -268,7 +268,7 @@ def into(destinations: Sequence[Destination | None]) -> Iterator[None]:
 
 
 def destinations() -> Sequence[Destination | None]:
-    """Where the results of the call go that is under way."""
+    """Returns where the results of the call go that is under way."""
     return _given.get()
 
 
@@ -278,7 +278,7 @@ def _placed(a: Tensor, b: Tensor, result: int) -> Tensor:
 
 @torch_operator("placed_product", torch.Tag.flexible_layout, fake=_placed, direct=True)
 def placed_product(a: Tensor, b: Tensor, result: int) -> Tensor:
-    """The product of two matrices [m, k] and [k, n], which is a result of the call under way.
+    """Multiplies two matrices [m, k] and [k, n]; the product is a result of the call under way.
 
     Args:
         result: its number.

@@ -49,7 +49,7 @@ aten = torch.ops.aten
 
 
 def _topk_shape(call: OnShapes) -> Any:
-    """Of more words than a rank has: searched is the whole."""
+    """Returns the shape of what is found in the whole, which may have more words than a rank."""
     x, dim = call.args[0], int(bind_arguments(call.node)["dim"])
     cut = output_types(operands(call.node)[0])[0].shape
     shape = [int(cut[dim]) if d == dim % len(cut) else size for d, size in enumerate(x.shape)]
@@ -101,7 +101,7 @@ def _embedding_gradient(reverse: Reverse) -> Gradients:
 
 
 def _composite(*targets: torch._ops.OpOverload) -> Callable[..., Operator]:
-    """The record of an operator that stands for some of torch, of which the last takes what this one does."""
+    """Returns the record of an operator that stands for some of torch, of which the last takes what this one does."""
     return partial(Operator, stage=Property.VOCABULARY, stands_for=targets, like=targets[-1])
 
 
@@ -112,7 +112,7 @@ def _composite(*targets: torch._ops.OpOverload) -> Callable[..., Operator]:
     derivative=_embedding_gradient,
 )
 def embedding(weight: Any, indices: Any, padding_idx: int = -1, *, axis: str) -> Any:
-    """`aten.embedding` of a table whose rows are cut over the axis: a partial sum (SPEC section 2.3)."""
+    """Computes `aten.embedding` of a table whose rows are cut over the axis: a partial sum (SPEC section 2.3)."""
 
 
 @partial(
@@ -132,7 +132,7 @@ def cross_entropy(
     *,
     axis: str,
 ) -> Any:
-    """`aten.cross_entropy_loss` of logits whose classes are cut over the axis; the loss is invariant."""
+    """Computes `aten.cross_entropy_loss` of logits whose classes are cut over the axis; the loss is invariant."""
 
 
 @partial(
@@ -145,7 +145,7 @@ def cross_entropy(
 def nll_loss(
     self: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100, *, axis: str
 ) -> Any:
-    """`aten.nll_loss_nd` of log-probabilities whose classes are cut over the axis: a partial sum."""
+    """Computes `aten.nll_loss_nd` of log-probabilities whose classes are cut over the axis: a partial sum."""
 
 
 @partial(
@@ -156,7 +156,7 @@ def nll_loss(
     derivative=_log_softmax_gradient,
 )
 def log_softmax(self: Any, dim: int, dtype: Any = None, *, axis: str) -> Any:
-    """`aten.log_softmax` over a dimension that is cut over the axis; cut alike."""
+    """Computes `aten.log_softmax` over a dimension that is cut over the axis; the result is cut alike."""
 
 
 @partial(
@@ -167,7 +167,7 @@ def log_softmax(self: Any, dim: int, dtype: Any = None, *, axis: str) -> Any:
     derivative=_logsumexp_gradient,
 )
 def logsumexp(self: Any, dim: Any, keepdim: bool = False, *, axis: str) -> Any:
-    """`aten.logsumexp` over a dimension that is cut over the axis; invariant."""
+    """Computes `aten.logsumexp` over a dimension that is cut over the axis; the result is invariant."""
 
 
 @partial(
@@ -177,7 +177,7 @@ def logsumexp(self: Any, dim: Any, keepdim: bool = False, *, axis: str) -> Any:
     lower=lowered(words.argmax),
 )
 def argmax(self: Any, dim: int, keepdim: bool = False, *, axis: str) -> Any:
-    """`aten.argmax` over a dimension that is cut over the axis; the same on every rank."""
+    """Computes `aten.argmax` over a dimension that is cut over the axis; the result is the same on every rank."""
 
 
 @partial(
@@ -189,19 +189,19 @@ def argmax(self: Any, dim: int, keepdim: bool = False, *, axis: str) -> Any:
     derivative=_topk_gradient,
 )
 def topk(self: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, *, axis: str) -> Any:
-    """`aten.topk` over a dimension that is cut over the axis; values are invariant."""
+    """Computes `aten.topk` over a dimension that is cut over the axis; values are invariant."""
 
 
 # ---------------------------------------------------------------------- layouts
 
 
 def _like_self(placement: Placement) -> Placement:
-    """The gradient of what is cut so: padding gets none."""
+    """Returns the placement of the gradient of what is cut so: padding gets none."""
     return replace(placement, zeros=placement.is_padded)
 
 
 def _table_gradient(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
-    """Each rank makes its rows of the table's gradient from whole operands."""
+    """Places a table's gradient, of which each rank makes its rows from whole operands."""
     odd = next((p for p in placements if p.kind not in "IR"), None)
     words, padded = call.get("words"), call.get("padded")
     if odd is not None:
@@ -213,7 +213,7 @@ def _table_gradient(call: OpCall, placements: Sequence[Placement]) -> tuple[Plac
 
 
 def _rows_of_loss(call: OpCall) -> Labelling | Refusal:
-    """On other axes: rows of logits, targets and of what is saved of them; with a mean they are whole."""
+    """Labels, on other axes, rows of logits, targets and what is saved of them; with a mean they are whole."""
     x = call.operands[0]
     if len(x.shape) < 2:
         return Refusal("a loss without a batch dimension needs whole operands")
@@ -229,13 +229,13 @@ def _rows_of_loss(call: OpCall) -> Labelling | Refusal:
 
 
 def _rows_of_table(call: OpCall) -> Labelling | Refusal:
-    """On other axes: `… h, … -> _ h`."""
+    """Labels, on other axes, `… h, … -> _ h`."""
     lead: Labels = tuple(f"d{i}" for i in range(len(call.operands[1].shape)))
     return Labelling(((*lead, "h"), lead), ((None, "h"),), frozenset(label for label in lead if label is not None))
 
 
 def _all_but_dim(call: OpCall) -> Labelling | Refusal:
-    """On other axes: everything but what is searched or normalised, which a reduction leaves out."""
+    """Labels, on other axes, all but what is searched or normalised, which a reduction leaves out."""
     rank, dim = len(call.operands[0].shape), call.get("dim")
     dim = int(dim[0] if isinstance(dim, (list, tuple)) else dim) % rank
     full: Labels = tuple(None if i == dim else f"d{i}" for i in range(rank))
@@ -249,7 +249,7 @@ def _never(node: fx.Node, rank: OnRank) -> LoweredCall:
 
 
 def _beside(labels: Callable[[OpCall], Labelling | Refusal], linear: tuple[tuple[str, ...], ...] = ()) -> Operator:
-    """What an operator is on the axes that it does not name."""
+    """Returns what an operator is on the axes that it does not name."""
 
     def beside() -> None:
         """Has rules alone."""
@@ -304,7 +304,7 @@ _of_gradients = partial(Operator, stage=Property.VOCABULARY)
 def embedding_backward(
     gradient: Any, indices: Any, words: int, padding_idx: int = -1, padded: int = 0, *, axis: str
 ) -> Any:
-    """The gradient of the table of `fxpar.embedding`, cut as the table.
+    """Returns the gradient of the table of `fxpar.embedding`, cut as the table.
 
     Args:
         gradient: of the lookup.
@@ -333,7 +333,7 @@ def cross_entropy_backward(
     *,
     axis: str,
 ) -> Any:
-    """The gradient of the logits of `fxpar.cross_entropy_forward`, cut as they are."""
+    """Returns the gradient of the logits of `fxpar.cross_entropy_forward`, cut as they are."""
 
 
 def _cross_entropy_gradient(reverse: Reverse) -> Gradients:
@@ -364,7 +364,7 @@ def cross_entropy_forward(
     *,
     axis: str,
 ) -> Any:
-    """`fxpar.cross_entropy`, and what its gradient needs: log Σ exp of each row, in float32 or wider."""
+    """Computes `fxpar.cross_entropy`, and what its gradient needs: log Σ exp of each row, in float32 or wider."""
 
 
 @partial(
@@ -385,7 +385,7 @@ def nll_loss_backward(
     *,
     axis: str,
 ) -> Any:
-    """The gradient of the log-probabilities of `fxpar.nll_loss`, cut as they are; of their values it needs none."""
+    """Returns the gradient of `fxpar.nll_loss`'s log-probabilities, cut as they are; it does not read their values."""
 
 
 @partial(
@@ -397,7 +397,7 @@ def nll_loss_backward(
     like=_beside(_all_but_dim, (("gradient",),)),
 )
 def log_softmax_backward(self: Any, gradient: Any, dim: int, dtype: Any, *, axis: str) -> Any:
-    """The gradient of the operand of `fxpar.log_softmax`; `self` is the result, `dtype` the operand's type."""
+    """Returns the gradient of the operand of `fxpar.log_softmax`; `self` is the result, `dtype` the operand's type."""
 
 
 @partial(
@@ -408,7 +408,7 @@ def log_softmax_backward(self: Any, gradient: Any, dim: int, dtype: Any, *, axis
     like=_beside(_all_but_dim, (("gradient",),)),
 )
 def logsumexp_backward(self: Any, gradient: Any, out: Any, dim: Any, keepdim: bool = False, *, axis: str) -> Any:
-    """The gradient of the operand of `fxpar.logsumexp`, whose result is `out`."""
+    """Returns the gradient of the operand of `fxpar.logsumexp`, whose result is `out`."""
 
 
 @partial(
@@ -419,4 +419,4 @@ def logsumexp_backward(self: Any, gradient: Any, out: Any, dim: Any, keepdim: bo
     like=_beside(_all_but_dim, (("gradient",),)),
 )
 def topk_backward(self: Any, indices: Any, gradient: Any, dim: int = -1, *, axis: str) -> Any:
-    """The gradient of the operand of `fxpar.topk`; of its values it needs none."""
+    """Returns the gradient of the operand of `fxpar.topk`; it does not read the operand's values."""

@@ -2,7 +2,7 @@
 
 Enters: a rank's block of a table or of logits, and which block it is. Leaves: lookups (partial sums), losses and
 statistics that are the same on every rank, and the gradients of the rank's block. What travels is one value for each
-row (token), never a row. Signature, traffic and lowering, which all of these operators share, follow behind.
+row (token), never a row. Signature, traffic and lowering, which all of these operators share, follow.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
 """
@@ -45,22 +45,22 @@ class Block:
 
     @property
     def share(self) -> int:
-        """Words of a rank; the last ranks may have less, and padding behind."""
+        """Returns how many words a rank has; the last ranks may have less, and then padding."""
         return -(-self.size // self.group.size)
 
     @property
     def first(self) -> Tensor:
-        """The rank's first word."""
+        """Returns the rank's first word."""
         return self.index * self.share
 
     def local(self, words: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions of words in the rank's block, 0 for those of other ranks, and which are its own."""
+        """Returns positions of words in the rank's block, 0 for those of other ranks, and which are its own."""
         position = words - self.first
         is_local = (position >= 0) & (position < self.share) & (words < self.size)
         return torch.where(is_local, position, 0), is_local
 
     def hide_padding(self, x: Tensor, dim: int, value: float) -> Tensor:
-        """`x` with a value in place of padding along `dim`."""
+        """Returns `x` with a value in place of padding along `dim`."""
         width = x.shape[dim]
         if width * self.group.size == self.size:
             return x
@@ -70,7 +70,7 @@ class Block:
 
 
 def embedding(weight: Tensor, words: Tensor, padding_idx: int, block: Block) -> Tensor:
-    """Rows of the rank's block of a table, zeros for words of other ranks: a summand of the lookup.
+    """Looks up rows of the rank's block of a table, zeros for words of other ranks: a summand of the lookup.
 
     Shapes: weight [words a rank, h], words [...]; result [..., h]. `padding_idx` matters to the gradient alone.
 
@@ -84,7 +84,7 @@ def embedding(weight: Tensor, words: Tensor, padding_idx: int, block: Block) -> 
 
 
 def _log_sum_exp(x: Tensor, block: Block, finite: bool = False) -> tuple[Tensor, Tensor]:
-    """Largest value and sum of exponentials (of the rank's block) of each row of `x` [N, words a rank].
+    """Returns largest value and sum of exponentials (of the rank's block) of each row of `x` [N, words a rank].
 
     Args:
         finite: an infinite largest value counts as 0, so that a row of nothing but infinities has its sum.
@@ -98,12 +98,12 @@ def _log_sum_exp(x: Tensor, block: Block, finite: bool = False) -> tuple[Tensor,
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Half precision in float32: sums of exponentials need it, as in PyTorch's own kernels."""
+    """Converts half precision to float32: sums of exponentials need it, as in PyTorch's own kernels."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _rows(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [N, C, …] or [C] with their words last, one row for each target."""
+    """Moves words last: logits [N, C, …] or [C] → one row for each target."""
     last = x.movedim(1 if x.dim() > 1 else 0, -1)
     return last.reshape(-1, last.shape[-1]), target.reshape(-1)
 
@@ -117,7 +117,7 @@ def cross_entropy(
     label_smoothing: float,
     block: Block,
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy` of logits of which the rank holds a block of words; targets are indices.
+    """Computes `torch.nn.functional.cross_entropy` of logits of which the rank has a block; targets are indices.
 
     Shapes as there: logits [N, C], [N, C, …] or [C]; class weights [words a rank].
 
@@ -135,7 +135,7 @@ def _counted(words: Tensor, ignore_index: int, block: Block) -> Tensor:
 
 
 def _reduced(losses: Tensor, scale: Tensor, reduction: int) -> Tensor:
-    """One number for each row, their sum, or their weighted mean."""
+    """Returns one number for each row, their sum, or their weighted mean."""
     if reduction == _MEAN:
         return losses.sum() / scale.sum()
     return losses.sum() if reduction == _SUM else losses
@@ -144,7 +144,7 @@ def _reduced(losses: Tensor, scale: Tensor, reduction: int) -> Tensor:
 def nll_loss(
     x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, block: Block
 ) -> Tensor:
-    """`torch.nn.functional.nll_loss`: a rank adds the rows whose target is in its block, a summand of the loss."""
+    """Computes a summand of `torch.nn.functional.nll_loss`: a rank adds the rows whose target is in its block."""
     rows, words = _rows(x, target)
     counted = _counted(words, ignore_index, block)
     position, is_local = block.local(torch.where(counted, words, 0))
@@ -156,7 +156,7 @@ def nll_loss(
 
 
 def logsumexp(x: Tensor, dims: int | Sequence[int], keepdim: bool, block: Block) -> Tensor:
-    """`torch.logsumexp` over the cut dimension, which stands alone."""
+    """Computes `torch.logsumexp` over the cut dimension, which stands alone."""
     dim = dims if isinstance(dims, int) else dims[0]
     largest, total = _log_sum_exp(_wide(x.movedim(dim, -1)), block, finite=True)
     log_sum = (largest + sum_over(total, block.group).log()).to(x.dtype)
@@ -164,7 +164,7 @@ def logsumexp(x: Tensor, dims: int | Sequence[int], keepdim: bool, block: Block)
 
 
 def log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None, block: Block) -> Tensor:
-    """`torch.log_softmax` over the cut dimension."""
+    """Computes `torch.log_softmax` over the cut dimension."""
     cast = (x if dtype is None else x.to(dtype)).movedim(dim, -1)
     largest, total = _log_sum_exp(_wide(cast), block)
     log_sum = largest + sum_over(total, block.group).log()
@@ -180,7 +180,7 @@ def cross_entropy_forward(
     label_smoothing: float,
     block: Block,
 ) -> tuple[Tensor, Tensor]:
-    """As `cross_entropy`, and log Σ exp of each row, [N, …], in float32 or wider."""
+    """Computes `cross_entropy`, and log Σ exp of each row, [N, …], in float32 or wider."""
     rows, words = _rows(x, target)
     counted = _counted(words, ignore_index, block)
     position, is_local = block.local(torch.where(counted, words, 0))
@@ -215,7 +215,7 @@ def cross_entropy_backward(
     label_smoothing: float,
     block: Block,
 ) -> Tensor:
-    """The gradient of the rank's block of logits; padding gets none."""
+    """Returns the gradient of the rank's block of logits; padding gets none."""
     rows, words = _rows(x, target)
     counted = words != ignore_index
     position, is_local = block.local(torch.where(counted, words, 0))
@@ -240,7 +240,7 @@ def cross_entropy_backward(
 
 
 def _smoothed(x: Tensor, weight: Tensor | None, label_smoothing: float) -> Tensor | None:
-    """What weighs the logits of a smoothed loss."""
+    """Returns what weighs the logits of a smoothed loss; None for one that is not smoothed."""
     if not label_smoothing:
         return None
     return _wide(weight) if weight is not None else torch.ones((), dtype=_wide(x).dtype, device=x.device)
@@ -249,7 +249,7 @@ def _smoothed(x: Tensor, weight: Tensor | None, label_smoothing: float) -> Tenso
 def _scale_of_rows(
     counted: Tensor, position: Tensor, is_local: Tensor, weight: Tensor | None, dtype: torch.dtype, block: Block
 ) -> Tensor:
-    """What each row counts: the weight of its class, zero where it is ignored."""
+    """Returns what each row counts: the weight of its class, zero where it is ignored."""
     scale = counted.to(dtype)
     if weight is None:
         return scale
@@ -263,13 +263,13 @@ def _total_weight(weight: Tensor | None, block: Block) -> Any:
 
 
 def _like_logits(rows: Tensor, x: Tensor) -> Tensor:
-    """The inverse of `_rows`."""
+    """Inverts `_rows`."""
     dim = 1 if x.dim() > 1 else 0
     return rows.reshape(x.movedim(dim, -1).shape).movedim(-1, dim).to(x.dtype)
 
 
 def embedding_backward(gradient: Tensor, words: Tensor, padding_idx: int, padded: int, block: Block) -> Tensor:
-    """The gradient of the rank's block of a table, [words a rank, h].
+    """Returns the gradient of the rank's block of a table, [words a rank, h].
 
     Args:
         gradient: of the lookup, [..., h].
@@ -285,7 +285,7 @@ def embedding_backward(gradient: Tensor, words: Tensor, padding_idx: int, padded
 def nll_loss_backward(
     x: Tensor, target: Tensor, gradient: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, block: Block
 ) -> Tensor:
-    """The gradient of the rank's block of log-probabilities."""
+    """Returns the gradient of the rank's block of log-probabilities."""
     rows, words = _rows(x, target)
     counted = words != ignore_index
     position, is_local = block.local(torch.where(counted, words, 0))
@@ -300,7 +300,7 @@ def nll_loss_backward(
 def logsumexp_backward(
     x: Tensor, gradient: Tensor, out: Tensor, dims: int | Sequence[int], keepdim: bool, block: Block
 ) -> Tensor:
-    """The gradient of the rank's block."""
+    """Returns the gradient of the rank's block."""
     dim = dims if isinstance(dims, int) else dims[0]
     if not keepdim:
         gradient, out = gradient.unsqueeze(dim), out.unsqueeze(dim)
@@ -310,20 +310,20 @@ def logsumexp_backward(
 
 
 def log_softmax_backward(out: Tensor, gradient: Tensor, dim: int, dtype: torch.dtype, block: Block) -> Tensor:
-    """The gradient of the rank's block: the sum over all words is needed."""
+    """Returns the gradient of the rank's block: the sum over all words is needed."""
     upstream = _wide(block.hide_padding(gradient, dim % out.dim(), 0.0))
     total = sum_over(upstream.sum(dim, keepdim=True), block.group)
     return block.hide_padding(upstream - _wide(out).exp() * total, dim % out.dim(), 0.0).to(dtype)
 
 
 def topk_backward(x: Tensor, indices: Tensor, gradient: Tensor, dim: int, block: Block) -> Tensor:
-    """The gradient of the rank's block: what was found in it."""
+    """Returns the gradient of the rank's block: that of what was found in it."""
     position, is_local = block.local(indices)
     return torch.zeros_like(x).scatter_add(dim, position, gradient.masked_fill(~is_local, 0.0))
 
 
 def argmax(x: Tensor, dim: int, keepdim: bool, block: Block) -> Tensor:
-    """`torch.argmax` over the cut dimension; of equal values the first."""
+    """Computes `torch.argmax` over the cut dimension; of equal values the first."""
     value, position = _searched(x, dim, True, block).max(-1, keepdim=True)
     # Padding may tie with the least value that there is.
     count = (block.size - block.first).clamp(min=1, max=block.share)
@@ -334,9 +334,9 @@ def argmax(x: Tensor, dim: int, keepdim: bool, block: Block) -> Tensor:
 
 
 def topk(x: Tensor, k: int, dim: int, largest: bool, ordered: bool, block: Block) -> tuple[Tensor, Tensor]:
-    """`torch.topk` over the cut dimension: of each rank's best the best; of equal values the first.
+    """Computes `torch.topk` over the cut dimension: of each rank's best the best; of equal values the first.
 
-    Stable sorts keep padding, which stands behind the words, behind words of the same value.
+    Padding stands after the words, and stable sorts keep it after words of the same value.
     """
     values, position = torch.sort(_searched(x, dim, largest, block), dim=-1, descending=largest, stable=True)
     count = min(k, values.shape[-1])
@@ -351,7 +351,7 @@ def topk(x: Tensor, k: int, dim: int, largest: bool, ordered: bool, block: Block
 
 
 def _searched(x: Tensor, dim: int, largest: bool, block: Block) -> Tensor:
-    """The searched dimension last, padding last of all values."""
+    """Moves the searched dimension last, and makes padding the last of all values."""
     if x.is_floating_point():
         worst = float("-inf") if largest else float("inf")
     else:
@@ -360,7 +360,7 @@ def _searched(x: Tensor, dim: int, largest: bool, block: Block) -> Tensor:
 
 
 def with_block(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as a lowered graph calls it: vocabulary, group's name and size, and index in place of a block."""
+    """Returns the function as a lowered graph calls it: vocabulary, group's name and size, index instead of a block."""
 
     def call(*args: Any) -> Any:
         *rest, size, name, ranks, index = args
@@ -372,7 +372,7 @@ def with_block(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _all(x: Tensor, block: Block) -> Tensor:
-    """The ranks' values behind each other in the last dimension."""
+    """Concatenates the ranks' values in the last dimension."""
     return gather_whole(x, (x.dim() - 1, [(1, None)]), block.group)
 
 
@@ -381,21 +381,21 @@ Dims = Callable[[OpCall], Mapping[str, int] | Refusal]
 
 
 def table(call: OpCall) -> Mapping[str, int] | Refusal:
-    """Of a lookup: the rows of the table."""
+    """Returns the dimension that a lookup has cut: the rows of the table."""
     if call.get("scale_grad_by_freq") or call.get("sparse"):
         return Refusal("gradients that are sparse, or divided by counts, need the whole table")
     return {"weight": 0}
 
 
 def classes(call: OpCall) -> Mapping[str, int] | Refusal:
-    """Of a loss: the classes of its logits, and of the weights of classes."""
+    """Returns the dimensions that a loss has cut: the classes of its logits, and of the weights of classes."""
     if call.operands[1].is_float:
         return Refusal("a loss with probabilities as target needs whole operands")
     return {"self": 1 if len(call.operands[0].shape) > 1 else 0, "weight": 0}
 
 
 def searched(call: OpCall) -> Mapping[str, int] | Refusal:
-    """Of what searches or normalises one dimension: that one."""
+    """Returns the one dimension that an operation searches or normalises."""
     dims = call.get("dim", -1)
     if isinstance(dims, (list, tuple)):
         dims = dims[0] if len(dims) == 1 else None
@@ -406,21 +406,21 @@ def searched(call: OpCall) -> Mapping[str, int] | Refusal:
 
 
 def searched_of_gradient(call: OpCall) -> Mapping[str, int] | Refusal:
-    """Result and gradient of what is cut alike."""
+    """Returns the dimension as `searched` does, of the result and the gradient, which are cut alike."""
     cut_dims = searched(call)
     return cut_dims if isinstance(cut_dims, Refusal) else {**cut_dims, "gradient": cut_dims["self"]}
 
 
 def best(call: OpCall) -> Mapping[str, int] | Refusal:
-    """Of a search for several: which of equal values it takes is torch's own, and a model that computes with it (a
-    router, say, whose weights begin at zero) must go on with those of one device."""
+    """Returns the dimension of a search for several. Which of equal values it takes is torch's own choice. A model that
+    computes with it (a router, say, whose weights begin at zero) must go on with those of one device."""
     if call.decides:
         return Refusal("what topk finds decides what is computed, and of equal values it takes those of the whole")
     return searched(call)
 
 
 def rule(dims: Dims, output: Callable[[Placement], Placement]) -> Rule:
-    """The one signature: the vocabulary is cut wherever it occurs, everything else is whole."""
+    """Returns the one signature: the vocabulary is cut wherever it occurs, everything else is whole."""
 
     def signature(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
         cut_dims = dims(call)
@@ -456,7 +456,7 @@ Rows = Iterator[tuple[str, str, Size]]
 
 
 def by_rows(dims: Dims, sent: Callable[[OpCall, Size], Rows]) -> Callable[[CollectiveSite], Iterator[Sent]]:
-    """Traffic of one value or several for each row; halves are summed in float32."""
+    """Returns the traffic of one value or several for each row; halves are summed in float32."""
 
     def traffic(crossing: CollectiveSite) -> Iterator[Sent]:
         call = crossing.call
@@ -473,7 +473,8 @@ def by_rows(dims: Dims, sent: Callable[[OpCall, Size], Rows]) -> Callable[[Colle
 
 
 def cross_entropy_rows(call: OpCall, rows: Size) -> Rows:
-    """The largest logit of each row, then all sums over it; with weights, the weights of targets and of all classes."""
+    """Yields the traffic: each row's largest logit, then its sums; with weights, those of targets and of all
+    classes."""
     weighted, smooth = "weight" in call.names, bool(call.get("label_smoothing"))
     yield "all_reduce", "forward", rows
     yield "all_reduce", "forward", simplify(rows * (3 if smooth else 2))
@@ -484,25 +485,25 @@ def cross_entropy_rows(call: OpCall, rows: Size) -> Rows:
 
 
 def nll_loss_rows(call: OpCall, rows: Size) -> Rows:
-    """The weights of the targets' classes, where there are any."""
+    """Yields the traffic of the weights of the targets' classes, where there are any."""
     if "weight" in call.names:
         yield "all_reduce", "forward", rows
 
 
 def logsumexp_rows(call: OpCall, rows: Size) -> Rows:
-    """The largest value of each row, then the sum of exponentials."""
+    """Yields the traffic: the largest value of each row, then the sum of exponentials."""
     yield "all_reduce", "forward", rows
     yield "all_reduce", "forward", rows
 
 
 def log_softmax_rows(call: OpCall, rows: Size) -> Rows:
-    """As `logsumexp_rows`, and the sum of gradients of each row."""
+    """Yields the traffic of `logsumexp_rows`, and of the sum of gradients of each row."""
     yield from logsumexp_rows(call, rows)
     yield "all_reduce", "backward", rows
 
 
 def best_rows(call: OpCall, rows: Size) -> Rows:
-    """Each rank's best values, and which words they are."""
+    """Yields the traffic of each rank's best values, and of which words they are."""
     count = simplify(rows * (call.n * call.get("k", 1)))
     yield "all_gather", "forward", count
     yield "all_gather", "forward", count
@@ -512,7 +513,7 @@ def best_rows(call: OpCall, rows: Size) -> Rows:
 
 
 def lowered(function: Callable[..., Any]) -> Callable[[fx.Node, OnRank], LoweredCall]:
-    """Arguments as in the graph with defaults, then the vocabulary's block."""
+    """Returns the lowering to a function of arguments as in the graph with defaults, then of the vocabulary's block."""
     blocked = with_block(function)
 
     def lower(node: fx.Node, rank: OnRank) -> LoweredCall:
