@@ -42,7 +42,7 @@ class IndexCut(NamedTuple):
 
 
 def _multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a product of 32-bit numbers held in int64.
+    """Returns the high and low 32 bits of a product of 32-bit numbers held in int64.
 
     The constant is applied in two halves: a full product would exceed 63 bits.
     """
@@ -53,7 +53,7 @@ def _multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor], rounds: int = 10) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32: four 32-bit words (in int64) from a 128-bit counter and a 64-bit key, all broadcast together."""
+    """Draws four 32-bit words (in int64) by Philox4x32 from a 128-bit counter and a 64-bit key, broadcast together."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
@@ -65,7 +65,7 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor], rounds: int = 10) -
 
 
 def global_index(shape: Sequence[int], cuts: Sequence[IndexCut], device: torch.device) -> Tensor:
-    """Row-major index in the whole tensor of every element that a rank holds; `shape` is the rank's."""
+    """Returns the row-major index in the whole tensor of every element that a rank holds; `shape` is the rank's."""
     index = torch.zeros((), dtype=torch.int64, device=device)
     for dim, size in enumerate(shape):
         position = torch.arange(size, device=device)
@@ -81,7 +81,7 @@ def global_index(shape: Sequence[int], cuts: Sequence[IndexCut], device: torch.d
 
 
 def random_words(shape: Sequence[int], rng: Tensor, origin: int | Tensor, cuts: Sequence[IndexCut]) -> Tensor:
-    """One uniform 32-bit word (in int64) for each element a rank holds.
+    """Draws one uniform 32-bit word (in int64) for each element a rank holds.
 
     Args:
         shape: the rank's shape.
@@ -99,7 +99,7 @@ def random_words(shape: Sequence[int], rng: Tensor, origin: int | Tensor, cuts: 
 
 
 def _in_fours(shape: Sequence[int], cuts: Sequence[IndexCut]) -> bool:
-    """Whether each four neighbours in the last dimension are those of one counter: runs must hold whole counters.
+    """Returns whether each four neighbours in the last dimension are of one counter: runs must hold whole counters.
 
     Of symbolic sizes it must hold for all: the bits are the same either way.
     """
@@ -108,7 +108,7 @@ def _in_fours(shape: Sequence[int], cuts: Sequence[IndexCut]) -> bool:
 
 
 def _drawn(index: Tensor, rng: Tensor, origin: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four words of the counters of elements.
+    """Draws the four words of the counters of elements.
 
     Elements past 2^34 share the word of the microbatch, whose number is far below 2^16.
     """
@@ -134,7 +134,7 @@ def dropout(x: Tensor, rng: Tensor, p: float, origin: int | Tensor, cuts: Sequen
 def cuts_of_kernel(
     x: Tensor, p: float, cuts: Sequence[IndexCut]
 ) -> tuple[Sequence[IndexCut], Sequence[IndexCut]] | None:
-    """The outer and the inner cut, one or none of each, of a dropout that is one kernel on GPUs.
+    """Returns the outer and the inner cut, one or none of each, of a dropout that is one kernel on GPUs.
 
     None where it has the plain form: float64, tensors of more than 2^31 elements and those that several axes cut, but
     where the outer one cuts the first dimension, as data ranks do.
@@ -153,7 +153,7 @@ _UNIFORM_BITS = {torch.float64: 32, torch.float32: 23, torch.float16: 10, torch.
 
 
 def uniform_like(x: Tensor, rng: Tensor, dtype: torch.dtype, origin: int | Tensor, cuts: Sequence[IndexCut]) -> Tensor:
-    """Uniform numbers in the open interval (0, 1) for the elements of a rank's `x`.
+    """Draws uniform numbers in the open interval (0, 1) for the elements of a rank's `x`.
 
     They are odd multiples of 2^-(bits + 1), exact in their type: no logarithm or inverse of them is infinite.
     """
@@ -163,5 +163,5 @@ def uniform_like(x: Tensor, rng: Tensor, dtype: torch.dtype, origin: int | Tenso
 
 
 def uniform(size: Sequence[int], rng: Tensor, dtype: torch.dtype, origin: int | Tensor) -> Tensor:
-    """As `uniform_like`, for a whole tensor of that shape."""
+    """Draws as `uniform_like`, for a whole tensor of that shape."""
     return uniform_like(rng.new_empty(size), rng, dtype, origin, [])

@@ -36,18 +36,18 @@ class Expressions:
         self._last: tuple[Program, dict[fx.Node, int]] | None = None  # of a pass's result, which the next one's follows
 
     def of(self, program: Program) -> dict[fx.Node, int]:
-        """The number of each node's expression."""
+        """Returns the number of each node's expression."""
         if self._last is None or self._last[0] is not program:
             self._last = program, self._found(program)
         return self._last[1]
 
     def outputs(self, program: Program) -> dict[str, int]:
-        """The number of each output's expression, by name."""
+        """Returns the number of each output's expression, by name."""
         numbers = self.of(program)
         return {name: numbers[node] for name, node in program.output_nodes().items()}
 
     def parting(self, program: Program, before: Program) -> fx.Node | None:
-        """The first node whose expression occurs nowhere in another program."""
+        """Returns the first node whose expression occurs nowhere in another program."""
         known = set(self.of(before).values())
         return next((node for node, number in self.of(program).items() if number not in known), None)
 
@@ -71,13 +71,13 @@ class Expressions:
 
 
 def has_same_dataflow(one: Program, other: Program) -> bool:
-    """Whether two programs have the same outputs, each computed from the same by the same operations."""
+    """Returns whether two programs have the same outputs, each computed from the same by the same operations."""
     known = Expressions()
     return known.outputs(one) == known.outputs(other)
 
 
 def _expression(node: fx.Node, numbers: Mapping[fx.Node, int]) -> Hashable:
-    """A key of the node's expression, or the number that it has already."""
+    """Returns a key of the node's expression, or the number that it has already."""
     kind = note(node).type
     if isinstance(kind, ScalarType):
         return "number", simplify(kind.value)
@@ -106,5 +106,5 @@ def _expression(node: fx.Node, numbers: Mapping[fx.Node, int]) -> Hashable:
 
 @lru_cache(maxsize=65536)
 def _layout(layout: Layout) -> str:
-    """As the backward reads it."""
+    """Returns the layout as the backward reads it."""
     return str(Layout(tuple((axis, in_backward(placement)) for axis, placement in layout)))

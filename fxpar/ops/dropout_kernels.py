@@ -47,21 +47,21 @@ class DropoutShard(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What kernels read."""
+        """Returns what kernels read."""
         return self.rng, self.rank, self.offset, self.identity
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What they take."""
+        """Returns the numbers that kernels take."""
         return self.run, self.ranks, (self.origin ^ _SIGN) - _SIGN, int(self.p * 2**32) - _SIGN
 
     @property
     def kinds(self) -> dict[str, bool]:
-        """What they are compiled for."""
+        """Returns what kernels are compiled for."""
         return {"IS_CUT": self.ranks > 1, "IS_MOVED": self.unit > 0, "IS_OPERAND": self.origin == 0}
 
     def runs_are(self, units: int) -> bool:
-        """Whether runs consist of so many elements each."""
+        """Returns whether runs consist of so many elements each."""
         return self.ranks == 1 or self.run % units == 0
 
 
@@ -154,7 +154,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
 
 
 def dropout(x: Tensor, cut: DropoutShard) -> Tensor:
-    """A contiguous tensor with its dropped elements."""
+    """Drops elements of a contiguous tensor."""
     y = torch.empty_like(x)
     _dropout_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
         x,
@@ -171,7 +171,7 @@ def dropout(x: Tensor, cut: DropoutShard) -> Tensor:
 
 
 def draw(cut: DropoutShard, count: int) -> Tensor:
-    """Which of so many elements stay: i32[ceil(count / 32)], the lowest bit of a word that of its first element."""
+    """Draws which of so many elements stay: i32[ceil(count / 32)], a word's lowest bit that of its first element."""
     words = torch.empty(triton.cdiv(count, 32), dtype=torch.int32, device=cut.rng.device)
     _draw_kernel[(triton.cdiv(words.numel(), _WORDS),)](
         words,

@@ -48,7 +48,7 @@ class Places:
 
 
 def places(query: Tensor, key: Tensor, value: Tensor, p: float, cuts: Sequence[IndexCut]) -> Places | None:
-    """Where a rank's heads stand, for a call that there is a kernel for; None where the plain form is to be computed.
+    """Returns where a rank's heads stand, for a call that has a kernel; None where the plain form is to be computed.
 
     There is one for half precision, four dimensions, heads of up to 256, and cuts of the batch and of whole heads.
 
@@ -113,7 +113,7 @@ def drawn_probabilities(
     p: float,
     is_causal: bool,
 ) -> Tensor:
-    """Which probabilities stay, a bit each: i32[b, h, ceil(t / 32), s].
+    """Draws which probabilities stay, a bit each: i32[b, h, ceil(t / 32), s].
 
     Forward and backward call it alike. Compiled together they have it once, and the words are kept.
 
@@ -168,7 +168,7 @@ def dropped_attention(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The result [b, h, s, v], in memory [b, s, h, v], and the logarithms of the sums of exponentials [b, h, s].
+    """Computes the result [b, h, s, v], in memory [b, s, h, v], and logarithms of sums of exponentials [b, h, s].
 
     Args:
         query: [b, h, s, d], and so `key` [b, h, t, d] and `value` [b, h, t, v].
@@ -227,7 +227,7 @@ def dropped_attention_gradient(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, each in memory [b, s, h, d], of that of the result.
+    """Computes the gradients of query, key and value, each in memory [b, s, h, d], from that of the result.
 
     Args:
         query: as of `dropped_attention`, and so all others but these.
@@ -272,17 +272,17 @@ _SIGN = 2**31
 
 
 def _ceil(length: int, part: int) -> int:
-    """How many parts there are."""
+    """Returns how many parts there are."""
     return -(-length // part)
 
 
 def _padded(size: int) -> int:
-    """Columns of a part of a tile: products have at least 16, and a power of two."""
+    """Returns the columns of a part of a tile: products have at least 16, and a power of two."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def _parts(size: int) -> tuple[int, int]:
-    """Columns of the parts of a tile: one, or two where these have less padding."""
+    """Returns the columns of the parts of a tile: one, or two where these have less padding."""
     whole = _padded(size)
     first = whole // 2
     second = _padded(size - first) if first >= 16 else whole
@@ -290,12 +290,12 @@ def _parts(size: int) -> tuple[int, int]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """A tensor whose last dimension is contiguous."""
+    """Returns a tensor whose last dimension is contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _at(x: Tensor) -> tuple[int, ...]:
-    """Distances of rows of the batch, of heads and of rows of a head."""
+    """Returns the distances of rows of the batch, of heads and of rows of a head."""
     return x.stride()[:3]
 
 
@@ -347,12 +347,12 @@ class Tiles(NamedTuple):
     stages: int
 
     def options(self) -> dict[str, int]:
-        """What a kernel takes of it."""
+        """Returns what a kernel takes of it."""
         return {"M": self.queries, "N": self.keys, "num_warps": self.warps, "num_stages": self.stages}
 
 
 def _tiles(kind: str, columns: int, device: torch.device) -> Tiles:
-    """Those of a kernel for heads of so many columns, with as many stages as the device has shared memory for."""
+    """Returns a kernel's tiles for heads of so many columns, and as many stages as the device has shared memory for."""
     tiles = _TILES[kind][columns <= 64, columns <= 128]
     properties: Any = torch.cuda.get_device_properties(device)
     room = properties.shared_memory_per_block_optin - _SCRATCH

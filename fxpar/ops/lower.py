@@ -50,17 +50,17 @@ class Lowered:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Names of the placeholders of indices and rows, which follow the inputs."""
+        """Returns the names of the placeholders of indices and rows, which follow the inputs."""
         rows = ROWS if self.takes_rows else ()
         return (*(f"{axis}_rank" for axis in self.indices), *rows)
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of all placeholders in order."""
+        """Returns the names of all placeholders in order."""
         return (*self.inputs, *self.places)
 
     def only(self, names: tuple[str, ...]) -> Lowered:
-        """A copy, with code of its own, that returns some of the outputs."""
+        """Returns a copy, with code of its own, that returns some of the outputs."""
         graph = fx.Graph()
         results: Any = graph.graph_copy(self.module.graph, {})
         by_name = dict(zip(self.outputs, results, strict=True))
@@ -100,7 +100,7 @@ def lower(
 
 
 def _is_kept(node: fx.Node) -> bool:
-    """What nobody reads goes, communication too: it does on all ranks."""
+    """Returns whether a node stays that nobody reads: communication goes too, as it does on all ranks."""
     return node.op in ("placeholder", "output")
 
 
@@ -131,7 +131,7 @@ def _finish(start: fx.Node, function: Any, rest: tuple[Any, ...]) -> None:
 
 
 def _is_beside(node: fx.Node, anchor: Note) -> bool:
-    """Whether a node is a number, or of the phase and the call of that note."""
+    """Returns whether a node is a number, or of the phase and the call of that note."""
     if not has_note(node) or isinstance(note(node).type, ScalarType):
         return True
     current = note(node)
@@ -139,7 +139,7 @@ def _is_beside(node: fx.Node, anchor: Note) -> bool:
 
 
 def _place(node: fx.Node, device: torch.device) -> None:
-    """Operators that make tensors from nothing are told the device; the text names none.
+    """Tells operators that make tensors from nothing the device; the text names none.
 
     Views become reshapes: the strides of the trace are those of one kernel on one device.
     """
@@ -161,10 +161,10 @@ aten = torch.ops.aten
 
 # A buffer of static size has as many places as tokens may ever need, several times what they do need. Zeros in the rest
 # would cost as much as rows. What takes rows by their order or by counts passes over it; what computes each row by
-# itself carries on what is there, which may be no number. So operators on experts' rows have `fill=False` where nothing
+# itself carries on what is there, which may be NaN. So operators on experts' rows have `fill=False` where nothing
 # reads the rows that are nobody's.
 #
-# Which rows are somebody's an order says, -1 standing behind all of them, and so do the counts of the experts that it
+# Which rows are somebody's an order says, -1 standing after all of them, and so do the counts of the experts that it
 # was made with: such an order and such counts are of one *buffer*. Where a buffer's rows are not all in front, or an
 # order has rows that are not counted, nothing is left out.
 
@@ -172,7 +172,7 @@ _SAME = (aten._to_copy.default, aten.clone.default, aten.view.default, aten.resh
 
 
 def leave_unread(graph: fx.Graph) -> None:
-    """Has rows that nobody reads not written."""
+    """Leaves rows unwritten that nobody reads."""
     buffers = _buffers(graph)
     for node in graph.nodes:
         padding = _padding(node)
@@ -195,7 +195,7 @@ def _lacks_fill(node: fx.Node) -> bool:
 
 
 def _buffers(graph: fx.Graph) -> dict[object, fx.Node]:
-    """Of each order and each count that says which rows of a buffer are somebody's the node that stands for that."""
+    """Maps each order and each count that says which rows of a buffer are somebody's to the node that stands for it."""
     buffers: dict[object, fx.Node] = {}
     for node in graph.nodes:
         record = TORCH_OPERATORS.get(node.target)
@@ -205,7 +205,7 @@ def _buffers(graph: fx.Graph) -> dict[object, fx.Node]:
 
 
 def _is_unread(value: fx.Node, buffer: fx.Node, buffers: Mapping[object, fx.Node]) -> bool:
-    """Whether all that reads a value passes over the rows of a buffer that are nobody's."""
+    """Returns whether all that reads a value passes over the rows of a buffer that are nobody's."""
     for user in value.users:
         padding = _padding(user)
         if padding is not None and any(user.args[i] is value for i in padding.ignores):
@@ -218,7 +218,7 @@ def _is_unread(value: fx.Node, buffer: fx.Node, buffers: Mapping[object, fx.Node
 
 
 def _is_by_element(node: fx.Node) -> bool:
-    """Whether a node gives each element of its operand or what it computes of it alone."""
+    """Returns whether a node gives each element of its operand or what it computes of it alone."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False

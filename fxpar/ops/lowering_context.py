@@ -64,7 +64,7 @@ class OnRank:
     def __init__(
         self, program: Program, groups: Mapping[str, Group], device: torch.device, *, uneven_rows: bool = False
     ) -> None:
-        """Adds the placeholders of indices and rows behind those of the program."""
+        """Adds the placeholders of indices and rows after those of the program."""
         self.program, self.device = program, device
         self._groups, self._graph = groups, program.graph
         self._made: set[fx.Node] = set()
@@ -80,20 +80,20 @@ class OnRank:
 
     @property
     def _first(self) -> fx.Node:
-        """The first node that is neither a placeholder nor made here; lowering may erase the one that was."""
+        """Returns the first node that is neither a placeholder nor made here; lowering may erase the one that was."""
         nodes = (node for node in self._graph.nodes if node.op != "placeholder" and node not in self._made)
         first: fx.Node = next(nodes)
         return first
 
     def _call(self, function: Any, args: tuple[Any, ...]) -> fx.Node:
-        """A number in front of all operations, behind those that are there."""
+        """Adds a number in front of all operations, after those that are there."""
         with self._graph.inserting_before(self._first):
             node = self._graph.call_function(function, args)
         self._made.add(node)
         return node
 
     def ranks(self, node: fx.Node) -> CollectiveGroup:
-        """Those of the axis that a node names.
+        """Returns the ranks of the axis that a node names.
 
         Raises:
             KeyError: the axis has no group.
@@ -105,11 +105,11 @@ class OnRank:
 
     @staticmethod
     def identity(node: fx.Node) -> Identity:
-        """Of what a node draws."""
+        """Returns the identity of what a node draws."""
         return Identity(note(node).random)
 
     def _index(self, names: Sequence[str]) -> fx.Node:
-        """Number of the rank in the joined group of some axes, neighbours being on the last."""
+        """Returns the rank's number in the joined group of some axes, neighbours being on the last."""
         index = self.indices[names[0]]
         for axis in names[1:]:
             scaled = self._call(operator.mul, (index, self.program.axes[axis]))
@@ -117,11 +117,11 @@ class OnRank:
         return index
 
     def placed(self, value: fx.Node, node: fx.Node) -> Placement:
-        """How `value` is held on the axes that `node` names, as these see it innermost."""
+        """Returns how `value` is held on the axes that `node` names, as these see it innermost."""
         return inner_view(value, self.program.axes, axes_of(node))[1]
 
     def size(self, size: Size) -> Any:
-        """A size as a number, or a symbolic one as a node."""
+        """Returns a size as a number, or a symbolic one as a node."""
         if isinstance(size, int):
             return size
         if isinstance(size, sympy.Integer):
@@ -153,12 +153,12 @@ class OnRank:
         return self._sizes[name]
 
     def _ranks_of(self, value: fx.Node, dim: int) -> int:
-        """How many ranks cut a dimension of an input."""
+        """Returns how many ranks cut a dimension of an input."""
         cuts = [axis for layout in output_layouts(value) for axis, p in layout if p.is_shard and p.dim == dim]
         return prod(self.program.axes[axis] for axis in cuts)
 
     def cut(self, placement: Placement) -> tuple[int, list[tuple[Any, Any]]]:
-        """Dimension and pieces of a shard, as `fxpar.ops.process_group` takes them."""
+        """Returns the dimension and pieces of a shard, as `fxpar.ops.process_group` takes them."""
         assert not placement.is_shared, "segments that ranks share have no coercion"
         pieces = []
         for piece in placement.pieces:
@@ -167,7 +167,7 @@ class OnRank:
         return placement.dim, pieces
 
     def shared(self, source: Placement, target: Placement, n: int) -> list[tuple[Any, ...]]:
-        """The pieces of a rank's tensor that is held as `source`, and in how many parts `target` has their blocks.
+        """Returns the pieces of a rank's tensor held as `source`, and in how many parts `target` has their blocks.
 
         What is whole has those of the target, each as it is. They are as `fxpar.ops.process_group` takes them.
         """
@@ -181,7 +181,7 @@ class OnRank:
         return blocks
 
     def element_cuts(self, node: fx.Node) -> list[Any]:
-        """The cuts of a node's first operand, and of what that is a part of, as `fxpar.ops.counter.IndexCut`."""
+        """Returns the cuts of a node's first operand, and of what it is a part of, as `fxpar.ops.counter.IndexCut`."""
         cuts = []
         for axis, placement in output_layouts(operands(node)[0])[0]:
             if placement.is_shard:
@@ -192,13 +192,13 @@ class OnRank:
         return cuts
 
     def _units(self, axis: str, copies: int) -> tuple[Any, Any, Any]:
-        """How many units of a block this rank holds, and all do, and those before this one."""
+        """Returns how many units of a block this rank holds, how many all hold, and how many those before it."""
         if self.rows is not None and axis in self.program.plan.axes_for(Cuts.BATCH):
             return self._symbol(batch_symbol(self.program)), *self.rows
         return 1, self.program.axes[axis] // copies, self._block(self.indices[axis], copies)
 
     def _block(self, index: fx.Node, copies: int) -> fx.Node:
-        """Which of the blocks that neighbours share a rank holds."""
+        """Returns which of the blocks that neighbours share a rank holds."""
         if copies == 1:
             return index
         return self._call(operator.floordiv, (index, copies))

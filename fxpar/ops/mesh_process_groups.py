@@ -66,7 +66,7 @@ def _create(ranks: Groups, name: str, timeout: timedelta | None) -> Group | None
 
 
 def limit_of_cpus() -> timedelta | None:
-    """How long a collective of all processes waits where they communicate by gloo alone; None where they do not."""
+    """Returns how long a collective of all processes waits, where they communicate by gloo alone; None otherwise."""
     if dist.get_backend() != "gloo":
         return None
     options: Any = dist.group.WORLD._get_backend(torch.device("cpu")).options  # type: ignore[union-attr]
@@ -79,7 +79,7 @@ _REFUSED: weakref.WeakKeyDictionary[dist.ProcessGroup, RankError] = weakref.Weak
 
 
 def process_group(group: Group) -> dist.ProcessGroup:
-    """The group itself. Do not keep it: a group whose threads outlive the process's exit handlers aborts it.
+    """Returns the group itself. Do not keep it: a group whose threads outlive the process's exit handlers aborts it.
 
     Raises:
         RankError: a module whose group it is has failed.
@@ -128,7 +128,7 @@ def close_abandoned() -> None:
 def device_mesh(
     axes: Axes, groups: Mapping[str, Group], device: torch.device, at: Mapping[str, int] | None = None
 ) -> DeviceMesh:
-    """The device mesh of the axes of more than one rank, the slowest first, over groups that exist.
+    """Returns the device mesh of the axes of more than one rank, the slowest first, over groups that exist.
 
     `init_device_mesh` would create groups of its own, and those of the same ranks twice.
 

@@ -129,7 +129,7 @@ def scattered(started: Tensor) -> Tensor:
 
 def take(x: Tensor, dim: int, pieces: Pieces, size: int, index: Tensor) -> Tensor:
     """Takes a rank's shard of a global tensor: I → S, R → S."""
-    # The index is a tensor and no number: one graph, and one compiled kernel, serves all ranks.
+    # The index is a tensor, not a number: one graph, and one compiled kernel, serves all ranks.
     return spread(x, (dim, pieces), size).index_select(0, index.reshape(1)).squeeze(0)
 
 

@@ -26,12 +26,12 @@ from fxpar.signatures.op_call import OpCall
 
 
 def expand_dim(x: Tensor, dim: int) -> Tensor:
-    """[…] → [… 1 …]: what a rank has of `expand_over`."""
+    """Maps […] → [… 1 …]: what a rank has of `expand_over`."""
     return x.unsqueeze(dim)
 
 
 def sum_dim(x: Tensor, dim: int) -> Tensor:
-    """[… 1 …] → […]: what a rank has of `sum_over`."""
+    """Maps [… 1 …] → […]: what a rank has of `sum_over`."""
     return x.squeeze(dim)
 
 
@@ -136,17 +136,17 @@ def _of_ranks(call: Reverse) -> Gradients:
 
 @partial(Operator, rule=Rule(_longer, (("self",),)), shape=_expanded_shape, lower=_lower_expand)
 def _expand_elsewhere(self: Any, dim: int) -> Any:
-    """What expanding is on an axis that it does not name."""
+    """Expands on an axis that the operator does not name."""
 
 
 @partial(Operator, rule=Rule(_shorter, (("self",),)), shape=_summed_shape, lower=_lower_sum)
 def _sum_elsewhere(self: Any, dim: int) -> Any:
-    """What summing is on an axis that it does not name."""
+    """Sums on an axis that the operator does not name."""
 
 
 @demanding(_expanded, like=_expand_elsewhere, shape=_expanded_shape, lower=_lower_expand, derivative=_of_ranks)
 def expand_over(self: Any, dim: int, *, axis: str) -> Any:
-    """A value once for each rank of the axis, R → S(dim): […] → [… n …], with n ranks.
+    """Expands a value once for each rank of the axis, R → S(dim): […] → [… n …], with n ranks.
 
     Args:
         self: what all ranks have.
@@ -162,7 +162,7 @@ def expand_over(self: Any, dim: int, *, axis: str) -> Any:
     derivative=lambda call: call.adjoint(expand_over),
 )
 def sum_over(self: Any, dim: int, *, axis: str) -> Any:
-    """The sum of what the ranks of the axis have, S(dim) → P: [… n …] → […]. Nothing is added until P is reduced.
+    """Sums what the ranks of the axis have, S(dim) → P: [… n …] → […]. Nothing is added until P is reduced.
 
     Args:
         self: of n ranks, each of which has one index of `dim`.
@@ -182,7 +182,7 @@ def _lower(node: fx.Node, rank: OnRank) -> LoweredCall:
     derivative=lambda call: call.tangents,
 )
 def shard_over(self: Any, dim: int, *, axis: str) -> Any:
-    """The value, cut on the axis in a dimension.
+    """Cuts the value on the axis in a dimension.
 
     Args:
         self: any shape.

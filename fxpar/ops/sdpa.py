@@ -45,12 +45,12 @@ class SdpaCall:
 
     @property
     def factor(self) -> float:
-        """The scale as a number."""
+        """Returns the scale as a number."""
         return float(self.query.shape[-1] ** -0.5 if self.scale is None else self.scale)
 
     @property
     def bias(self) -> Tensor | None:
-        """The mask as it is added to scores."""
+        """Returns the mask as it is added to scores."""
         if self.mask is None or self.mask.dtype != torch.bool:
             return self.mask
         zero = torch.zeros((), dtype=self.query.dtype, device=self.query.device)
@@ -82,11 +82,11 @@ class Drops:
     cuts: Sequence[IndexCut]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The values with their dropped elements, the others scaled."""
+        """Returns the values with their dropped elements, the others scaled."""
         return dropout(x, self.rng, self.p, self.origin, self.cuts)
 
     def fused(self, call: SdpaCall) -> tuple[Any, ...] | None:
-        """What the operators of `fxpar.ops.dropped_attention` take behind their tensors, if there is a kernel."""
+        """Returns what operators of `fxpar.ops.dropped_attention` take after their tensors, if there is a kernel."""
         placed = places(call.query, call.key, call.value, self.p, self.cuts)
         if placed is None:
             return None
@@ -98,7 +98,7 @@ class Drops:
 
 
 def forward(call: SdpaCall, drops: Drops | None = None) -> tuple[Tensor, Tensor]:
-    """The result [..., s, v], and for each row of scores the logarithm of its sum of exponentials [..., s].
+    """Computes the result [..., s, v], and for each row of scores the logarithm of its sum of exponentials [..., s].
 
     A row whose mask allows nothing gives zeros, as PyTorch's operator does.
     """
@@ -124,7 +124,7 @@ def forward(call: SdpaCall, drops: Drops | None = None) -> tuple[Tensor, Tensor]
 def backward(
     call: SdpaCall, gradient: Tensor, out: Tensor, log_sum: Tensor, drops: Drops | None = None, of_mask: bool = False
 ) -> tuple[Tensor, ...]:
-    """Gradients of query, key and value, and of a mask that is added.
+    """Computes the gradients of query, key and value, and of a mask that is added.
 
     Args:
         gradient: of the result.
@@ -163,7 +163,8 @@ def backward(
 
 
 def attention_with_dropout(call: Sequence[Any], drops: Sequence[Any]) -> Tensor:
-    """The result alone of attention with dropout, as a lowered graph calls it: fields of an `SdpaCall` and `Drops`."""
+    """Computes the result alone of attention with dropout in a lowered graph; takes fields of `SdpaCall` and
+    `Drops`."""
     return forward(SdpaCall(*call), Drops(*drops))[0]
 
 
@@ -172,7 +173,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _scores(call: SdpaCall) -> tuple[Tensor, Tensor | None]:
-    """Scores, and the rows of them that see nothing, whose scores are zero."""
+    """Returns the scores, and the rows of them that see nothing, whose scores are zero."""
     scores, mask = call.query @ call.key.transpose(-2, -1) * call.factor, call.mask
     if call.is_causal:
         rows = torch.arange(scores.shape[-2], device=scores.device)
@@ -214,7 +215,7 @@ class Kernel:
 
 
 def kernel(call: SdpaCall) -> Kernel | None:
-    """The kernel for a call whose mask is added to the scores, None where the plain form is to be computed."""
+    """Returns the kernel for a call whose mask is added to the scores; None where the plain form is to be computed."""
     query, key, value = call.query, call.key, call.value
     if any(x.dim() != 4 for x in (query, key, value)) or query.shape[0] != key.shape[0]:
         return None
@@ -240,7 +241,7 @@ def kernel(call: SdpaCall) -> Kernel | None:
 
 
 def _of_any_gpu(call: SdpaCall) -> Kernel | None:
-    """What NVIDIA GPUs of the last years have, for a call on shapes alone: nothing can be asked of a device.
+    """Returns the kernel that recent NVIDIA GPUs have, for a call on shapes alone: nothing can be asked of a device.
 
     On the newest PyTorch prefers cuDNN's, which gives the same results: tensors of the same sizes.
     """
@@ -270,7 +271,7 @@ def _cpu_backward(call: SdpaCall, gradient: Tensor, out: Tensor, log_sum: Tensor
 
 
 def _no_bits(call: SdpaCall, dtype: torch.dtype, *shape: int) -> Tensor:
-    """In place of the state of a generator, of which nothing is drawn."""
+    """Returns what stands in place of the state of a generator, of which nothing is drawn."""
     return torch.zeros(shape, dtype=dtype, device=call.query.device)
 
 
@@ -288,7 +289,7 @@ def _flash_backward(call: SdpaCall, gradient: Tensor, out: Tensor, log_sum: Tens
 
 
 def _bias(call: SdpaCall) -> Tensor | None:
-    """A mask in memory of which each row begins where the kernels want it."""
+    """Returns a mask in memory of which each row begins where the kernels want it."""
     if call.mask is None:
         return None
     shape = (*call.query.shape[:-1], call.key.shape[-2])
@@ -332,13 +333,13 @@ def _cudnn_backward(call: SdpaCall, gradient: Tensor, out: Tensor, log_sum: Tens
 
 
 def _with_all_heads(x: Tensor, call: SdpaCall) -> Tensor:
-    """Key or value with a head for each of the query's."""
+    """Returns a key or value with a head for each of the query's."""
     heads = call.query.shape[-3]
     return x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3)
 
 
 def _sum_of_heads(gradient: Tensor, x: Tensor) -> Tensor:
-    """The gradient of a key or value, of those of its repetitions."""
+    """Returns the gradient of a key or value, from those of its repetitions."""
     return gradient if gradient.shape == x.shape else gradient.unflatten(-3, (x.shape[-3], -1)).sum(-3)
 
 

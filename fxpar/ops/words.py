@@ -473,8 +473,7 @@ def by_rows(dims: Dims, sent: Callable[[OpCall, Size], Rows]) -> Callable[[Colle
 
 
 def cross_entropy_rows(call: OpCall, rows: Size) -> Rows:
-    """Yields the traffic: each row's largest logit, then its sums; with weights, those of targets and of all
-    classes."""
+    """Yields the traffic: each row's largest logit, then its sums; with weights, those of targets and all classes."""
     weighted, smooth = "weight" in call.names, bool(call.get("label_smoothing"))
     yield "all_reduce", "forward", rows
     yield "all_reduce", "forward", simplify(rows * (3 if smooth else 2))
