@@ -154,7 +154,7 @@ class Dispatch:
         return not self.program.mesh.holders
 
     def _sort_source(self, indices: fx.Node) -> list[fx.Node]:
-        """[tokens, K] → of each source the order of its pairs by expert, [lead, rows], and how many each has."""
+        """Sorts [tokens, K] by expert → of each source the order of its pairs, [lead, rows], and how many each has."""
         # Those that are limited are apart already, but where tensor ranks do not share tokens out.
         is_apart = self.limit is not None and tensor_type(self.limit.indices).shape[:-2] == self.source_dims
         chosen = self.limit.indices if self.limit is not None and is_apart else self._apart(indices)
@@ -166,7 +166,7 @@ class Dispatch:
         return self.cut.apart(indices, 1, fill=self.region.experts)
 
     def _count_tokens(self, chosen: fx.Node) -> None:
-        """[…, tokens, K]: notes how many tokens there are, as a number or node, and in symbols."""
+        """Notes of […, tokens, K] how many tokens there are, as a number or node, and in symbols."""
         *dims, tokens, _ = tensor_type(chosen).shape
         self._tokens: tuple[Any, Size] = self.emit.size(chosen, len(dims)), tokens
 
@@ -182,7 +182,7 @@ class Dispatch:
         return self.emit.call(fxp.dispatch_indices.default, (order, counts, blocks, node), kind)
 
     def _received_order(self, counts: fx.Node, node: Any, size: Size) -> list[fx.Node]:
-        """[…, sources, experts] → the order by expert of blocks of a size, and of each expert's rows how many fit."""
+        """Maps […, sources, experts] → the order by expert of blocks of a size, and how many rows of each fit."""
         *dims, sources, experts = tensor_type(counts).shape
         kinds = _integers(*dims, simplify(sources * size)), _integers(*dims, experts)
         return self.emit.several(fxp.received_order.default, (counts, node), kinds)
@@ -322,7 +322,7 @@ class AllToAllDispatch(Dispatch):
 class PaddedDispatch(AllToAllDispatch):
     """Rows travel in blocks, in which each expert has as many places of every source as its capacity.
 
-    Zeros stand behind its rows. Where those of a source stand by expert, those that a holder received do so by one
+    Zeros stand after its rows. Where those of a source stand by expert, those that a holder received do so by one
     change of the order of dimensions: neither the products' sizes nor that order depend on how many rows there are.
     """
 
@@ -372,7 +372,7 @@ class AllGatherDispatch(Dispatch):
         %rows = fxpar.moe_permute.default(%tokens, %by_expert, 2) : f32[2, 2*2*b*s, 64]
         %y = fxpar.grouped_linear.default(%rows, %w_by_rank, %counts_here) : f32[2, 2*2*b*s, 128]
 
-    `insert_collectives` puts an all-gather where `expand_over` asks for it, and behind `sum_over` a reduce-scatter.
+    `insert_collectives` puts an all-gather where `expand_over` asks for it, and after `sum_over` a reduce-scatter.
     These stand first in `permute` and last in `unpermute`; between them rows stay with their holders. Where ranks copy
     into each other's memory and many tokens have no expert on a rank, those do not travel there::
 
@@ -381,7 +381,7 @@ class AllGatherDispatch(Dispatch):
     """
 
     def _has_all_tokens(self) -> bool:
-        """Tensor parallel ranks do: each picks the rows of its experts."""
+        """Returns True: tensor parallel ranks have all tokens, and each picks the rows of its experts."""
         return True
 
     def preprocess(self, indices: fx.Node) -> None:
@@ -393,7 +393,7 @@ class AllGatherDispatch(Dispatch):
         self._source_tokens, self._chosen = tensor_type(chosen).shape[-2], self.holders.joined(chosen)
         chosen = self.holders.for_each(self._chosen)
         self._count_tokens(chosen)
-        # What is no number of an expert here goes to nobody; the number of none is beyond those of the last holder.
+        # Numbers outside this holder's experts go to nobody; the number of none is beyond those of the last holder.
         numbers = emit.call(aten.sub.Tensor, (chosen, self._first_experts()), tensor_type(chosen))
         order, self._counts = self._sort_by_expert(numbers, self.local_experts)
         self.load, limited = self._counts, () if self.limit is None else tensor_type(self.limit.indices).shape[:-2]

@@ -33,12 +33,12 @@ class Emitter:
         self._note = replace(note(place), type=None, layout=None, needs=(), random=0)
 
     def like(self, node: fx.Node) -> None:
-        """From here on nodes stand in front of this one, and for it."""
+        """Has nodes stand in front of this one from here on, and for it."""
         self._place = node
         self._note = replace(note(node), type=None, layout=None, needs=(), random=0)
 
     def stand(self, place: fx.Node) -> None:
-        """From here on nodes stand in front of this one, for what they stood for."""
+        """Has nodes stand in front of this one from here on, for what they stood for."""
         self._place = place
 
     def call(self, target: Any, args: Sequence[Any], kind: Any, **kwargs: Any) -> fx.Node:
@@ -75,12 +75,12 @@ class Emitter:
         return self.call(shard_over, (x, dim), tensor_type(x), axis=axis)
 
     def size(self, x: fx.Node, dim: int) -> Any:
-        """Returns a dimension's size as a number, or as a node where it is no number."""
+        """Returns a dimension's size as a number, or as a node where it is symbolic."""
         size = tensor_type(x).shape[dim]
         return size if isinstance(size, int) else self.call(aten.sym_size.int, (x, dim), ScalarType(size))
 
     def number(self, target: Any, left: Any, right: int) -> Any:
-        """Arithmetic on a size."""
+        """Computes with a size."""
         if isinstance(left, int):
             return target(left, right)
         kind = note(left).type
@@ -99,7 +99,7 @@ class Emitter:
         return rows, part_of(size, part)
 
     def shifted(self, node: fx.Node, others: Mapping[fx.Node, fx.Node], kind: Any, count: int) -> fx.Node:
-        """Adds an operation on rows, of rows behind `count` more dimensions.
+        """Adds an operation on rows, of rows after `count` more dimensions.
 
         Args:
             others: what takes the place of its operands.

@@ -270,7 +270,7 @@ def refuse_loop(error: BaseException, where: str, model: nn.Module, prefix: str)
         error: of the trace.
         where: the author's line that raised it.
         model: that was traced.
-        prefix: what module paths begin with besides the author's names.
+        prefix: what module paths begin with, apart from the author's names.
 
     Raises:
         CaptureError: the innermost module of the author's that it was raised in is one of experts.
@@ -487,7 +487,7 @@ def _values(like: Tensor, dtype: torch.dtype, is_small: bool, generator: torch.G
 
 @contextlib.contextmanager
 def computed_as_read(named: Sequence[ExpertModule]) -> Iterator[None]:
-    """While active, the modules that a plan names compute by their readings."""
+    """Has modules that a plan names compute by their readings, while active."""
     # By what their attributes are in: a trace may call a module by a proxy that shares them.
     by_attributes = {id(vars(entry.module)): entry for entry in named}
     with contextlib.ExitStack() as stack:
@@ -525,7 +525,7 @@ _OPERANDS = (("mat_a", "self"), ("mat_b", "mat2"))
 
 @contextlib.contextmanager
 def routed_experts(named: Sequence[ExpertModule] = ()) -> Iterator[None]:
-    """While active, modules that transformers dispatches by its `ExpertsInterface` run as `_experts`.
+    """Has modules that transformers dispatches by its `ExpertsInterface` run as `_experts`, while active.
 
     So do torch's grouped products of rows as `grouped_linear`, which is traced in every type.
 

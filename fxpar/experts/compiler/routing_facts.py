@@ -30,7 +30,7 @@ from fxpar.ir.program import is_tensor, tensor_type
 from fxpar.layout.symbolic_sizes import Size
 from fxpar.rules import bind_arguments
 
-# What a dimension of a mask stands for, beside numbers of the tokens' dimensions.
+# What a dimension of a mask stands for, apart from numbers of the tokens' dimensions.
 _K, _E, _PAIRS = -1, -2, -3
 # Types that hold numbers of experts and pairs as they are.
 _EXACT = (torch.int64, torch.int32, torch.float32, torch.float64)

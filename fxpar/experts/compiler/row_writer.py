@@ -1,7 +1,7 @@
 """Writes operations on values by pair, or by row of one expert, as the same on rows that stand sorted by expert.
 
 Terms: see `choices`. The leading dimensions of a value enumerate its pairs, or the rows of one expert; what stands
-behind them is its *trail*. The rows of all experts are [M, trail].
+after them is its *trail*. The rows of all experts are [M, trail].
 """
 
 from __future__ import annotations

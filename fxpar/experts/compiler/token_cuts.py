@@ -50,7 +50,7 @@ class TokenCut:
 
     @property
     def ranks(self) -> int:
-        """Tensor parallel ranks that share the tokens of a row."""
+        """Returns how many tensor parallel ranks share the tokens of a row."""
         return int(product(n for axis, n in self.axes.items() if axis not in self.batch))
 
     def apart(self, value: fx.Node, per_token: int, fill: int = 0) -> fx.Node:

@@ -3,9 +3,9 @@
 Enters: rows that stand expert after expert, and how many each has. Leaves: operators of torch whose backward consists
 of these same operators.
 
-Terms: M rows, of which the first `counts[0]` are expert 0's, the next `counts[1]` expert 1's, and so on; rows behind
+Terms: M rows, of which the first `counts[0]` are expert 0's, the next `counts[1]` expert 1's, and so on; rows after
 all of them are nobody's: they give zeros, whatever they hold, and their gradient is zero. A *group* is what stands
-behind the dimensions before these. Experts' operands may have fewer of those dimensions than the rows, the innermost
+after the dimensions before these. Experts' operands may have fewer of those dimensions than the rows, the innermost
 ones: groups that share experts sum their gradients.
 """
 
@@ -34,14 +34,14 @@ def _groups(values: Tensor, dims: int = 2) -> Tensor:
 
 
 def _summed(parts: Tensor, lead: tuple[int, ...]) -> Tensor:
-    """The sums of what groups that share experts give, parts [groups, …]."""
+    """Returns the sums of what groups that share experts give, parts [groups, …]."""
     shape = parts.shape[1:]
     shared = math.prod(lead)
     return parts.reshape(parts.shape[0] // shared if shared else 0, *lead, *shape).sum(0)
 
 
 def _owners(counts: Tensor, rows: int) -> Tensor:
-    """The expert of each row, E where it is nobody's: int64[groups, M] for counts [groups, E]."""
+    """Returns the expert of each row, E where it is nobody's: int64[groups, M] for counts [groups, E]."""
     places = torch.arange(rows, device=counts.device).expand(counts.shape[0], rows).contiguous()
     return torch.searchsorted(counts.cumsum(-1), places, right=True)
 
@@ -88,7 +88,7 @@ def _sum_labels(call: OpCall) -> Labelling:
 
 
 def _linear_flops(call: OpCall) -> Size:
-    """Each row meets one matrix, whichever it is."""
+    """Returns the FLOPs of a product in which each row meets one matrix, whichever it is."""
     return 2 * multiplied(call.outputs[0].shape) * call.operands[0].shape[-1]
 
 
@@ -128,7 +128,7 @@ def _product_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     padding=PaddingRows(2, ignores=(0,), writes=True),
 )
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool, fill: bool = True) -> Tensor:
-    """Each row times the matrix of its expert.
+    """Multiplies each row by the matrix of its expert.
 
     On GPUs in bfloat16 it is one kernel that reads the counts on the device; elsewhere a product for each expert.
 
@@ -181,7 +181,7 @@ def _outer_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     padding=PaddingRows(2, ignores=(0, 1)),
 )
 def grouped_outer(a: Tensor, b: Tensor, counts: Tensor, leading: int) -> Tensor:
-    """For each expert the sum over its rows of the outer products: the gradient of its matrix.
+    """Sums for each expert the outer products of its rows: the gradient of its matrix.
 
     Args:
         a: [..., M, o].
@@ -209,7 +209,7 @@ def _sizes_shape(ends: Tensor) -> Tensor:
 
 @torch_operator("group_sizes", fake=_sizes_shape, rule=Rule(formula("... _ -> ... _", "ends")))
 def group_sizes(ends: Tensor) -> Tensor:
-    """How many rows each group has, int64[..., E], by where it ends, int[..., E]."""
+    """Returns how many rows each group has, int64[..., E], by where it ends, int[..., E]."""
     return ends.to(torch.int64).diff(dim=-1, prepend=ends.new_zeros((*ends.shape[:-1], 1), dtype=torch.int64))
 
 
@@ -235,7 +235,7 @@ def _spread_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
     rule=Rule(_spread_labels, (("v",),)),
 )
 def expand_by_expert(v: Tensor, counts: Tensor, rows: int) -> Tensor:
-    """To each row what its expert has: a bias.
+    """Gives each row what its expert has: a bias.
 
     Args:
         v: [..., E, o].
@@ -279,7 +279,7 @@ def _sum_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
     padding=PaddingRows(1, ignores=(0,)),
 )
 def sum_by_expert(y: Tensor, counts: Tensor, leading: int) -> Tensor:
-    """For each expert the sum of its rows; the adjoint of `expand_by_expert`.
+    """Sums the rows of each expert; the adjoint of `expand_by_expert`.
 
     Args:
         y: rows, [..., M, o].
@@ -291,7 +291,7 @@ def sum_by_expert(y: Tensor, counts: Tensor, leading: int) -> Tensor:
     """
     groups, counted = _groups(y), counts.reshape(-1, counts.shape[-1])
     owners = _owners(counted, y.shape[-2])
-    # As a product, whose order of additions is fixed; index_add has none on GPUs. What is nobody's may be no number.
+    # As a product, whose order of additions is fixed; index_add has none on GPUs. What is nobody's may be NaN.
     chosen = owners.unsqueeze(1) == torch.arange(counts.shape[-1], device=y.device).unsqueeze(-1)
     rows = torch.where((owners < counts.shape[-1]).unsqueeze(-1), groups, 0)
     lead = counts.shape[counts.dim() - 1 - leading : -1]
@@ -303,13 +303,13 @@ _ALIGNED = 16
 
 
 def product(x: Tensor, matrices: Tensor, counts: Tensor, fill: bool) -> Tensor:
-    """Each row times its expert's matrix.
+    """Multiplies each row by its expert's matrix.
 
     Args:
         x: [M, i].
         matrices: [E, i, o], each laid out by rows or by columns.
         counts: int64[E].
-        fill: whether rows behind all experts' are zeros; they hold anything otherwise.
+        fill: whether rows after all experts' are zeros; they hold anything otherwise.
     """
     x = x.contiguous()
     if _has_kernel(x, matrices):
@@ -317,7 +317,7 @@ def product(x: Tensor, matrices: Tensor, counts: Tensor, fill: bool) -> Tensor:
         products: Tensor = torch.ops.aten._grouped_mm(x, matrices, ends).contiguous()  # it may have padded rows
         if not fill:
             return products
-        module = row_kernels_for(products)  # torch's leaves the rows behind all experts' as they are
+        module = row_kernels_for(products)  # torch's leaves the rows after all experts' as they are
         if module is not None:
             cleared: Tensor = module.clear_behind(products, ends[-1])
             return cleared
@@ -334,7 +334,7 @@ def product(x: Tensor, matrices: Tensor, counts: Tensor, fill: bool) -> Tensor:
 
 
 def outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
-    """For each expert the sum over its rows of the outer products, [E, o, i].
+    """Sums for each expert the outer products of its rows, [E, o, i].
 
     Args:
         left: [M, o].
@@ -361,7 +361,7 @@ def _ends(counts: Tensor) -> Tensor:
 
 
 def _runs(counts: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Experts that have rows, with the first and the one behind the last; reads the counts on the host."""
+    """Yields experts that have rows, with the first row and the one after the last; reads the counts on the host."""
     start = 0
     for e, count in enumerate(counts.tolist()):
         if count:
@@ -370,19 +370,19 @@ def _runs(counts: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _masks(counts: Tensor, rows: int) -> list[Tensor]:
-    """For each expert which rows are its own, bool[M, 1]."""
+    """Returns for each expert which rows are its own, bool[M, 1]."""
     ends = counts.cumsum(0)
     places = torch.arange(rows, device=counts.device).unsqueeze(-1)
     return [(places >= end - count) & (places < end) for end, count in zip(ends, counts, strict=True)]
 
 
 def _is_recorded(x: Tensor) -> bool:
-    """Whether a CUDA graph is recorded, in which nothing can be read: then every expert sees all rows."""
+    """Returns whether a CUDA graph is recorded, in which nothing can be read: then every expert sees all rows."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _has_kernel(*operands: Tensor) -> bool:
-    """Whether torch multiplies them in one kernel with sizes that it reads on the device: bfloat16 from Hopper on."""
+    """Returns whether torch multiplies in one kernel, with sizes read on the device: bfloat16 from Hopper on."""
     if not all(operand.is_cuda and operand.dtype == torch.bfloat16 for operand in operands):
         return False
     if torch.cuda.get_device_capability(operands[0].device) < (9, 0):
@@ -391,7 +391,7 @@ def _has_kernel(*operands: Tensor) -> bool:
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Whether rows, or columns, are dense and begin at multiples of 16 bytes."""
+    """Returns whether rows, or columns, are dense and begin at multiples of 16 bytes."""
     strides = sorted(x.stride()[-2:])
     others = [stride * x.element_size() % _ALIGNED for stride in (strides[-1], *x.stride()[:-2])]
     return strides[0] == 1 and not any(others) and x.data_ptr() % _ALIGNED == 0
@@ -401,7 +401,7 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def halves(x: Tensor) -> Tensor:
-    """[..., 2 * n] → [..., 2, n]: the same elements."""
+    """Maps [..., 2 * n] → [..., 2, n]: the same elements."""
     pair: Tensor = x.unflatten(-1, (2, x.shape[-1] // 2))
     return pair
 
@@ -426,7 +426,7 @@ def _gate_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
     padding=PaddingRows(1, ignores=(0,), writes=True),
 )
 def swiglu_rows(x: Tensor, counts: Tensor, fill: bool = True) -> Tensor:
-    """`silu(x[..., 0, :]) * x[..., 1, :]`; zeros in rows that are nobody's, whatever they hold.
+    """Computes `silu(x[..., 0, :]) * x[..., 1, :]`; gives zeros in rows that are nobody's, whatever they hold.
 
     Halves are computed in float32.
 
@@ -452,7 +452,7 @@ def _gradient_shape(gradient: Tensor, x: Tensor, counts: Tensor, fill: bool = Tr
 
 
 def _gradient_backward(ctx: Any, tangent: Tensor) -> tuple[Tensor, Tensor, None, None]:
-    """Of the second order, which no step has: in torch's operations."""
+    """Computes gradients of the second order in torch's operations; no step has them."""
     gradient, x, counts = ctx.saved_tensors
     (gate, up), (for_gate, for_up) = x.unbind(-2), tangent.unbind(-2)
     share = gate.sigmoid()
@@ -473,7 +473,7 @@ def _gradient_backward(ctx: Any, tangent: Tensor) -> tuple[Tensor, Tensor, None,
     padding=PaddingRows(2, ignores=(0, 1), writes=True),
 )
 def swiglu_gradient(gradient: Tensor, x: Tensor, counts: Tensor, fill: bool = True) -> Tensor:
-    """The gradient of what `swiglu_rows` takes; zeros in rows that are nobody's.
+    """Computes the gradient of what `swiglu_rows` takes; gives zeros in rows that are nobody's.
 
     Args:
         gradient: of its result, [..., M, n].
@@ -497,5 +497,5 @@ def swiglu_gradient(gradient: Tensor, x: Tensor, counts: Tensor, fill: bool = Tr
 
 
 def _are_somebodys(rows: int, counts: Tensor) -> Tensor:
-    """bool[..., M, 1]."""
+    """Returns which rows are somebody's, bool[..., M, 1]."""
     return (torch.arange(rows, device=counts.device) < counts.sum(-1, keepdim=True)).unsqueeze(-1)

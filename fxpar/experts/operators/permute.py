@@ -5,7 +5,7 @@ operators, so that a program's step is made of them too. None reads a value on t
 
 Terms: T tokens go to K experts each; the *flat position* of a pair is `t * K + k`. A row is a token's copy for one of
 its experts, M of them stand expert after expert. `order` has the flat position of each row, or -1 where there is none.
-Dimensions before these are the same in all operands: what stands behind them is apart.
+Dimensions before these are the same in all operands: what stands after them is apart.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def _sorted_shapes(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 @torch_operator("sort_by_expert", fake=_sorted_shapes, rule=Rule(formula("... _ _ -> ... _, ... _", "indices")))
 def sort_by_expert(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Flat positions of all pairs, expert after expert, within an expert in ascending order; and how many each has.
+    """Sorts flat positions of all pairs by expert, within one in ascending order; and counts how many each has.
 
-    What is no number of an expert goes to nobody: it stands last and is not counted.
+    A value that is not an expert's number goes to nobody: it stands last and is not counted.
 
     Args:
         indices: the experts of each token, int[..., T, K].
@@ -51,7 +51,7 @@ def sort_by_expert(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _keys(flat: Tensor, experts: int) -> Tensor:
-    """Returns the experts of pairs, E for what is no number of one.
+    """Returns the experts of pairs, E for a value that is not an expert's number.
 
     A radix sort of 32 bits takes half as many passes as one of 64.
     """
@@ -64,7 +64,7 @@ def _bins(x: Tensor, count: int) -> Tensor:
 
 @torch_operator("bin_counts", fake=_bins)
 def bin_counts(x: Tensor, count: int) -> Tensor:
-    """How often each of the numbers below `count` occurs: `bincount` of a size that does not depend on values.
+    """Counts how often each number below `count` occurs: `bincount` of a size that does not depend on values.
 
     Args:
         x: int[M], all from 0 to below `count`.
@@ -104,7 +104,7 @@ def _taken_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, Non
     padding=PaddingRows(1, writes=True),
 )
 def moe_permute(x: Tensor, order: Tensor, k: int, fill: bool = True) -> Tensor:
-    """Each row's token: row `order // k`; zeros where the order is -1.
+    """Copies each row's token: row `order // k`; zeros where the order is -1.
 
     Args:
         x: [..., T, h].
@@ -141,7 +141,7 @@ def _put_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]
     padding=PaddingRows(1, ignores=(0,)),
 )
 def moe_unpermute(y: Tensor, order: Tensor, tokens: int, k: int) -> Tensor:
-    """For each token the sum of its rows, added in the order of its experts k = 0, 1, …; the adjoint of `moe_permute`.
+    """Sums the rows of each token in the order of its experts k = 0, 1, …; the adjoint of `moe_permute`.
 
     That order does not depend on where other tokens go. Halves are added in float32.
 
@@ -185,7 +185,7 @@ def _combine_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     padding=PaddingRows(2, ignores=(0,)),
 )
 def moe_combine(y: Tensor, weights: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
-    """For each token the weighted sum of its rows, added in the order of its experts k = 0, 1, ….
+    """Sums the weighted rows of each token, in the order of its experts k = 0, 1, ….
 
     Halves are multiplied and added in float32.
 
@@ -221,7 +221,7 @@ def _weighed_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     padding=PaddingRows(2, writes=True),
 )
 def take_weighed(x: Tensor, weights: Tensor, order: Tensor, dtype: torch.dtype, fill: bool = True) -> Tensor:
-    """Each row's token times the weight of its pair; zeros where the order is -1.
+    """Multiplies each row's token by the weight of its pair; zeros where the order is -1.
 
     Args:
         x: [..., T, h].
@@ -256,7 +256,7 @@ def _dots_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     padding=PaddingRows(2, ignores=(1,)),
 )
 def dot_rows(x: Tensor, y: Tensor, order: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-    """For each pair the product of its row with its token, summed over h: the gradient of its weight.
+    """Multiplies the row of each pair with its token, summed over h: the gradient of its weight.
 
     Args:
         x: tokens, [..., T, h].
@@ -292,10 +292,10 @@ def _like_indices(indices: Tensor, *_: Any) -> Tensor:
 
 @torch_operator("drop_by_position", fake=_like_indices, rule=Rule(formula("... _ _ -> ... _ _", "indices")))
 def drop_by_position(indices: Tensor, experts: int, capacity: int) -> Tensor:
-    """Each expert keeps the tokens that stand first.
+    """Drops pairs beyond each expert's capacity: an expert keeps the tokens that stand first.
 
     Args:
-        indices: the experts of each token, int[..., T, K]; what is no number of an expert goes to nobody.
+        indices: the experts of each token, int[..., T, K]; a value that is not an expert's number goes to nobody.
         experts: their number, E.
         capacity: of each expert, in rows.
 
@@ -309,7 +309,7 @@ def drop_by_position(indices: Tensor, experts: int, capacity: int) -> Tensor:
     "drop_by_probability", fake=_like_indices, rule=Rule(formula("... _ _, ... _ _ -> ... _ _", "indices", "weights"))
 )
 def drop_by_probability(indices: Tensor, weights: Tensor, experts: int, capacity: int) -> Tensor:
-    """Each expert keeps the tokens that give it most weight, of equal ones those that stand first.
+    """Drops pairs beyond each expert's capacity: an expert keeps tokens of most weight, of equal ones the first.
 
     Args:
         indices: as `drop_by_position` takes them.
@@ -338,7 +338,7 @@ def _kept(indices: Tensor, weights: Tensor | None, experts: int, capacity: int) 
 # Each form is one kernel on GPUs with Triton, and elsewhere operations of torch, which are the reference.
 
 NO_ROW = -1
-# What rows hold that nobody reads, where it costs nothing to say so; tests set a value that is no number. An integer,
+# What rows hold that nobody reads, where it costs nothing to say so; tests set NaN. An integer,
 # which does not make floats of integers.
 UNREAD: float = 0
 _HALVES = (torch.float16, torch.bfloat16)
@@ -350,7 +350,7 @@ def _has_triton() -> bool:
 
 
 def row_kernels_for(x: Tensor) -> ModuleType | None:
-    """The module of kernels for a tensor's device and type, None where there is none."""
+    """Returns the module of kernels for a tensor's device and type; None where there is none."""
     if not x.is_cuda or not x.is_floating_point() or not _has_triton():
         return None
     import fxpar.experts.operators.row_kernels as row_kernels
@@ -365,7 +365,7 @@ def flat_groups(x: Tensor, trailing: int) -> Tensor:
 
 
 def promoted(*dtypes: torch.dtype) -> torch.dtype:
-    """The type in which products and sums of these are computed: that of halves is float32."""
+    """Returns the type in which products and sums of these are computed: that of halves is float32."""
     kind = dtypes[0]
     for dtype in dtypes[1:]:
         kind = torch.promote_types(kind, dtype)
@@ -402,14 +402,14 @@ def _take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch
 
 
 def nobodys(fill: bool) -> float:
-    """What rows hold that are nobody's."""
+    """Returns what rows hold that are nobody's."""
     return 0 if fill else UNREAD
 
 
 def places_of(order: Tensor, tokens: int, k: int) -> Tensor:
-    """Where each pair's row stands, int64[..., T, K]; -1 where it has none."""
+    """Returns where each pair's row stands, int64[..., T, K]; -1 where it has none."""
     shape, count = (*order.shape[:-1], tokens * k + 1), order.shape[-1]
-    # The place behind them is that of rows without a pair.
+    # The place after them is that of rows without a pair.
     flat_places = torch.full(shape, NO_ROW, dtype=torch.int64, device=order.device)
     pairs = torch.where(order > NO_ROW, order, tokens * k)
     flat_places.scatter_(-1, pairs, torch.arange(count, device=order.device).expand(order.shape))

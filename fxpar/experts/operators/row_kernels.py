@@ -145,18 +145,18 @@ def _clear_kernel(  # type: ignore[no-untyped-def]
 
 
 def tile(width: int) -> tuple[int, int]:
-    """Rows and columns of a program."""
+    """Returns rows and columns of a program."""
     columns = min(_WIDEST, triton.next_power_of_2(width))
     return max(1, _ELEMENTS // columns), columns
 
 
 def sum_type(*operands: Tensor) -> tl.dtype:
-    """In which products and sums of these are computed."""
+    """Returns the type in which products and sums of these are computed."""
     return tl.float64 if any(x.dtype == torch.float64 for x in operands) else tl.float32
 
 
 def take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch.dtype, fill: bool) -> Tensor:
-    """Rows `order // k` of x, times the weights of their pairs; see `_take` of `fxpar.experts.operators.permute`.
+    """Takes rows `order // k` of x, times their pairs' weights; see `_take` of `fxpar.experts.operators.permute`.
 
     Args:
         x: [g, T, h].
@@ -176,7 +176,7 @@ def take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch.
 
 
 def put(y: Tensor, weights: Tensor | None, places: Tensor, dtype: torch.dtype) -> Tensor:
-    """For each token the sum of its rows, times their weights; see `_put` of `fxpar.experts.operators.permute`.
+    """Sums, for each token, its rows times their weights; see `_put` of `fxpar.experts.operators.permute`.
 
     Args:
         y: [g, M, h].
@@ -196,7 +196,7 @@ def put(y: Tensor, weights: Tensor | None, places: Tensor, dtype: torch.dtype) -
 
 
 def dots(x: Tensor, y: Tensor, order: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-    """For each pair the product of its row with its token, [g, T, k]; see `dot_rows`.
+    """Multiplies, for each pair, its row with its token, [g, T, k]; see `dot_rows`.
 
     Args:
         x: [g, T, h].
@@ -215,7 +215,7 @@ def dots(x: Tensor, y: Tensor, order: Tensor, k: int, dtype: torch.dtype) -> Ten
 
 
 def clear_behind(x: Tensor, count: Tensor) -> Tensor:
-    """Zeroes, in place, the rows of x [M, h] behind the first `count`, an integer on the device."""
+    """Zeroes, in place, the rows of x [M, h] after the first `count`, an integer on the device."""
     if x.numel():
         height, columns = tile(x.shape[-1])
         grid = (triton.cdiv(x.shape[0], height), triton.cdiv(x.shape[1], columns))
@@ -264,7 +264,7 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
 
 
 def gate(x: Tensor, counts: Tensor, fill: bool) -> Tensor:
-    """`silu(x[..., 0, :]) * x[..., 1, :]`.
+    """Computes `silu(x[..., 0, :]) * x[..., 1, :]`.
 
     Args:
         x: [g, M, 2, n].
@@ -280,7 +280,7 @@ def gate(x: Tensor, counts: Tensor, fill: bool) -> Tensor:
 
 
 def gate_backward(gradient: Tensor, x: Tensor, counts: Tensor, fill: bool) -> Tensor:
-    """The gradient of `x`, [g, M, 2, n], of that of what `gate` gives, [g, M, n]."""
+    """Computes the gradient of `x`, [g, M, 2, n], from that of what `gate` gives, [g, M, n]."""
     out = torch.empty_like(x)
     _run(x, gradient, counts, out, fill, is_backward=True)
     return out

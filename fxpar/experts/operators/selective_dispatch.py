@@ -33,7 +33,7 @@ from fxpar.signatures.op_call import OpCall
 
 
 def needed_part(experts: int, per_rank: int, k: int) -> Fraction:
-    """Of all tokens, each with k of so many experts, how many chose one of a rank's `per_rank`, if any choice is alike.
+    """Returns what part of tokens chose one of a rank's `per_rank` experts, if any choice of k of `experts` is alike.
 
     The others chose k of those that the rank has not.
     """
@@ -44,7 +44,7 @@ def needed_part(experts: int, per_rank: int, k: int) -> Fraction:
 
 
 def _of_tokens(call: OpCall, lead: int) -> Placement | Refusal:
-    """How tokens are cut that stand behind so many leading dimensions: each rank has as many."""
+    """Returns how tokens are cut that stand after so many leading dimensions: each rank has as many."""
     tokens = call.operands[1].shape[-2]
     if divide(tokens, call.n) is None:
         return Refusal(f"{tokens} tokens are not those of {call.n} ranks", structural=True)
@@ -52,7 +52,7 @@ def _of_tokens(call: OpCall, lead: int) -> Placement | Refusal:
 
 
 def _of_ranks(call: OpCall, kind: TensorType) -> Placement | Refusal:
-    """How what each rank has of all tokens is cut."""
+    """Returns how the ranks' parts of all tokens are cut: each rank has one index."""
     dim = len(kind.shape) - 3
     if dim < 0 or kind.shape[dim] != call.n:
         return Refusal(f"dimension {dim} of {kind} has no index for each of {call.n} ranks", structural=True)
@@ -74,7 +74,7 @@ def _summed(call: OpCall) -> Signature | Refusal:
 
 
 def _apart(x: str, out: str) -> Rule:
-    """Of an axis that the operator does not name: leading dimensions and columns are apart."""
+    """Returns the rule of an axis that the operator does not name: leading dimensions and columns are apart."""
     return Rule(formula(f"{x}, ... _ _ -> {out}", "self", "chosen"), (("self",),))
 
 
@@ -82,7 +82,7 @@ def _apart(x: str, out: str) -> Rule:
 
 
 def _ranks_of(call: OnShapes) -> int:
-    """How many have a part of what the shapes are of; 1 where they are the whole's."""
+    """Returns how many ranks have a part of what the shapes are of; 1 where they are the whole's."""
     return prod(call.axes.get(axis, 1) for axis in axes_of(call.node))
 
 
@@ -113,7 +113,7 @@ def _summed_shape(call: OnShapes) -> Tensor:
 
 
 def _traffic(crossing: CollectiveSite) -> Iterator[Sent]:
-    """All tokens, of which a part is expected to travel where the ranks copy."""
+    """Yields the traffic: all tokens, of which a part is expected to travel where the ranks copy."""
     call = crossing.call
     tokens = min((*call.operands[:1], *call.outputs), key=lambda kind: len(kind.shape))
     per_rank, size = int(call.get("own")), product(tokens.shape) * tokens.dtype.itemsize
@@ -128,24 +128,24 @@ def _traffic(crossing: CollectiveSite) -> Iterator[Sent]:
 
 
 def start_tokens(x: Tensor, group: str, size: int) -> Tensor:
-    """[n, …, t, f]: the tokens of all ranks, on their way."""
+    """Starts to gather the tokens of all ranks: [n, …, t, f], on their way."""
     return c.start_gather(x, group, size)
 
 
 def needed_tokens(started: Tensor, chosen: Tensor, per_rank: int, index: Tensor) -> Tensor:
-    """Of `start_tokens` those that this rank needs, [… 1, n * t, f]."""
+    """Takes from `start_tokens` those that this rank needs, [… 1, n * t, f]."""
     tokens = c.arrived(started).movedim(0, -3).flatten(-3, -2)
     return _masked(tokens, chosen, per_rank, index).unsqueeze(-3)
 
 
 def start_sums(x: Tensor, chosen: Tensor, per_rank: int, group: str, size: int, index: Tensor) -> Tensor:
-    """[1, …, t, f]: the sums of what the ranks made of this one's tokens, on their way."""
+    """Starts to sum what the ranks made of this one's tokens: [1, …, t, f], on their way."""
     masked = _masked(x.squeeze(-3), chosen, per_rank, index)
     return c.start_scatter(masked, masked.dim() - 2, [(1, None)], group, size)
 
 
 def needed_sums(started: Tensor) -> Tensor:
-    """Of `start_sums`."""
+    """Waits for the sums of `start_sums`, and returns them."""
     return c.arrived(started).squeeze(0)
 
 
@@ -177,12 +177,12 @@ def _of_needed(call: Reverse) -> Gradients:
 
 @partial(Operator, rule=_apart("... _ f", "... _ _ f"), shape=_expanded_shape, lower=_lower_expand)
 def _expand_elsewhere(self: Any, chosen: Any, own: int) -> Any:
-    """What expanding is on an axis that it does not name."""
+    """Expands on an axis that the operator does not name."""
 
 
 @partial(Operator, rule=_apart("... _ _ f", "... _ f"), shape=_summed_shape, lower=_lower_sum)
 def _sum_elsewhere(self: Any, chosen: Any, own: int) -> Any:
-    """What summing is on an axis that it does not name."""
+    """Sums on an axis that the operator does not name."""
 
 
 _record = partial(demanding, traffic=_traffic, copies=True, one_shot=True)
@@ -197,7 +197,7 @@ _record = partial(demanding, traffic=_traffic, copies=True, one_shot=True)
     derivative=_of_needed,
 )
 def expand_needed(self: Any, chosen: Any, own: int, *, axis: str) -> Any:
-    """Tokens for each rank of the axis that needs them, S → S: [… n*t, f] → [… n, n*t, f], with n ranks.
+    """Expands tokens for each rank of the axis that needs them, S → S: [… n*t, f] → [… n, n*t, f], with n ranks.
 
     Index r of the new dimension has the tokens that chose an expert of rank r, and zeros in the place of others.
 
@@ -218,7 +218,7 @@ def expand_needed(self: Any, chosen: Any, own: int, *, axis: str) -> Any:
     derivative=lambda call: call.adjoint(expand_needed),
 )
 def sum_needed(self: Any, chosen: Any, own: int, *, axis: str) -> Any:
-    """The sum of what the ranks of the axis made of each token that they needed, S → S: [… n, n*t, f] → [… n*t, f].
+    """Sums what the ranks made of each token that they needed, S → S: [… n, n*t, f] → [… n*t, f].
 
     Args:
         self: index r is what rank r made of all tokens; of those that it did not need it is left out.

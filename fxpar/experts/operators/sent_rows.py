@@ -66,7 +66,7 @@ def _results(node: fx.Node) -> Iterable[object]:
     buffer=_of_one_block,
 )
 def dispatch_indices(order: Tensor, counts: Tensor, blocks: int, capacity: int) -> Tensor:
-    """Rows by the rank they go to: the experts of each in one block of places.
+    """Orders rows by the rank they go to: the experts of each in one block of places.
 
     Args:
         order: i64 [..., rows], the rows by expert, ascending.
@@ -75,7 +75,7 @@ def dispatch_indices(order: Tensor, counts: Tensor, blocks: int, capacity: int) 
         capacity: places of a block; rows for which there is none are left out.
 
     Returns:
-        i64 [..., blocks * capacity]: entries of `order`, -1 in places behind a block's rows.
+        i64 [..., blocks * capacity]: entries of `order`, -1 in places after a block's rows.
     """
     sent = counts.unflatten(-1, (blocks, -1)).sum(-1)
     first = sent.cumsum(-1) - sent
@@ -92,7 +92,7 @@ def _excess_shape(counts: Tensor, blocks: int, capacity: int) -> Tensor:
 
 @torch_operator("block_excess", fake=_excess_shape, rule=Rule(formula("... _ -> ... _", "counts")))
 def block_excess(counts: Tensor, blocks: int, capacity: int) -> Tensor:
-    """For how many rows the fullest block has no place.
+    """Returns for how many rows the fullest block has no place.
 
     Args:
         counts: i64 [..., experts], as `dispatch_indices` has them.
@@ -117,7 +117,7 @@ _sorted_counts = Rule(formula("... _ _ -> ... _, ... _", "counts"))
 
 @torch_operator("received_order", fake=_received_shapes, rule=_sorted_counts, buffer=_results)
 def received_order(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Rows that sources sent, by expert.
+    """Orders rows that sources sent, by expert.
 
     Args:
         counts: i64 [..., sources, experts]: of each source the rows for each of this rank's experts.
@@ -125,7 +125,7 @@ def received_order(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
             out (`block_excess`).
 
     Returns:
-        i64 [..., sources * capacity]: places of the buffer by expert, in an expert by source, -1 behind all rows; and
+        i64 [..., sources * capacity]: places of the buffer by expert, in an expert by source, -1 after all rows; and
         i64 [..., experts]: the rows of each expert.
     """
     # The sums are clamped, not the counts: a block that is full lost the rows that come last in it.
@@ -141,7 +141,7 @@ def received_order(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     is_row = expert < counts.shape[-1]
     size = counts.shape[-2] * capacity
     target = torch.where(is_row, place + shift.gather(-1, expert), size).flatten(-2)
-    # What is no row is written to one place more than there are, which is cut off.
+    # Places without a row are written to one place more than there are, which is cut off.
     order = target.new_full((*target.shape[:-1], size + 1), -1)
     source = torch.arange(size, device=counts.device).expand(target.shape)
     return order.scatter(-1, target, source)[..., :-1].contiguous(), total
@@ -154,14 +154,14 @@ def _arrived_shapes(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 @torch_operator("arrived_order", fake=_arrived_shapes, rule=_sorted_counts, buffer=_results)
 def arrived_order(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Rows that sources sent, by expert, where nothing stands between them.
+    """Orders rows that sources sent, by expert, where nothing stands between them.
 
     Args:
         counts: i64 [..., sources, experts]: of each source the rows for each of this rank's experts.
         rows: no fewer than that is in all; they stand by source, those of a source by expert.
 
     Returns:
-        i64 [..., rows]: the rows by expert, in an expert by source, -1 behind all of them; and i64 [..., experts]: the
+        i64 [..., rows]: the rows by expert, in an expert by source, -1 after all of them; and i64 [..., experts]: the
         rows of each expert.
     """
     total, end = counts.sum(-2), counts.flatten(-2).cumsum(-1)
@@ -194,7 +194,7 @@ def _resized_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
     rule=Rule(formula("... _ h -> ... _ h", "x"), (("x",),)),
 )
 def resize_rows(x: Tensor, rows: int, fill: int) -> Tensor:
-    """[..., any, h] → [..., rows, h]: the first rows, and behind those that are there rows of `fill`."""
+    """Maps [..., any, h] → [..., rows, h]: the first rows, and after those that are there rows of `fill`."""
     present = x.shape[-2]
     if rows <= present:
         return x[..., :rows, :].clone(memory_format=torch.contiguous_format)
@@ -208,7 +208,7 @@ _APART = Rule(formula("... _ h, ... _ -> ... _ h", "x", "sizes"), (("x",),))
 
 
 def _crossed(call: OpCall) -> Placement | None:
-    """The cut over sources and holders on the axis that is judged; None where the axes outside it leave none.
+    """Returns the cut over sources and holders on the axis that is judged; None where the axes outside it leave none.
 
     Axes nest as leading dimensions do: what the outer ones cut has one index left.
     """
@@ -270,7 +270,7 @@ def _back(crossing: CollectiveSite) -> Iterator[Sent]:
 
 
 def _sent(crossing: CollectiveSite, kind: TensorType) -> Iterator[Sent]:
-    """As many bytes as a holder's rows have, of all of them."""
+    """Yields as many bytes as a holder's rows have, of all holders."""
     count = product(kind.shape) * kind.dtype.itemsize
     yield Sent("all_to_all", "forward", count)
     if crossing.reached[0]:
@@ -311,7 +311,7 @@ def _of_sent(call: Reverse) -> Gradients:
     uncaptured="copies how many rows travel to the host; give experts.dispatch='static'",
 )
 def split_sizes(order: Any, counts: Any, received: Any) -> Any:
-    """How many rows go where, on the host.
+    """Returns on the host how many rows go where.
 
     The copy starts where the operator stands, and is awaited in front of the first reader.
 
@@ -327,7 +327,7 @@ def split_sizes(order: Any, counts: Any, received: Any) -> Any:
 
 @partial(Operator, rule=_APART, shape=_shape, lower=_lower_there)
 def _rows_apart(x: Any, sizes: Any) -> Any:
-    """What sending is on an axis that it does not name."""
+    """Sends rows on an axis that the operator does not name."""
 
 
 _record = partial(
@@ -342,17 +342,17 @@ _record = partial(
 
 @partial(_record, traffic=_there, lower=_lower_there, derivative=_of_sent)
 def send_rows(x: Any, sizes: Any, *, axis: str) -> Any:
-    """Rows to the ranks that hold their experts: […, M, h] → […, r, h], an all-to-all of uneven parts.
+    """Sends rows to the ranks that hold their experts: […, M, h] → […, r, h], an all-to-all of uneven parts.
 
     Args:
-        x: rows by rank, behind them those that go nowhere.
+        x: rows by rank, after them those that go nowhere.
         sizes: of `split_sizes`.
     """
 
 
 @partial(_record, traffic=_back, lower=_lower_back, derivative=lambda call: call.adjoint(send_rows))
 def return_rows(x: Any, sizes: Any, *, axis: str) -> Any:
-    """Rows back to where they came from: […, r, h] → […, M, h]; the adjoint of `send_rows`.
+    """Sends rows back to where they came from: […, r, h] → […, M, h]; the adjoint of `send_rows`.
 
     Args:
         x: rows by the rank that they came from.
@@ -364,7 +364,7 @@ _c10d = torch.ops._c10d_functional
 
 
 def sizes_on_device(order: Tensor, counts: Tensor, received: Tensor) -> Tensor:
-    """The split sizes, where the counts are.
+    """Returns the split sizes, on the device of the counts.
 
     Args:
         order: i64 [lead, rows], the source's rows.
@@ -378,7 +378,7 @@ def sizes_on_device(order: Tensor, counts: Tensor, received: Tensor) -> Tensor:
 
 
 def start_sizes(order: Tensor, counts: Tensor, received: Tensor) -> tuple[Tensor, Any]:
-    """The split sizes on their way to the host, and what tells that they are there: nothing waits yet."""
+    """Starts to copy the split sizes to the host, and returns what tells that they are there: nothing waits yet."""
     sizes = sizes_on_device(order, counts, received)
     if sizes.device.type != "cuda" or is_fake(sizes):
         return sizes.to("cpu"), None
@@ -391,7 +391,7 @@ def start_sizes(order: Tensor, counts: Tensor, received: Tensor) -> tuple[Tensor
 
 
 def sizes_there(started: tuple[Tensor, Any]) -> Tensor:
-    """The split sizes on the host: waits until they are there."""
+    """Waits until the split sizes are on the host, and returns them."""
     sizes, event = started
     if event is not None:
         event.synchronize()
@@ -399,7 +399,7 @@ def sizes_there(started: tuple[Tensor, Any]) -> Tensor:
 
 
 def _numbers(sizes: Tensor, ranks: int, balanced: int) -> tuple[list[int], list[int], int]:
-    """Rows that go to each rank and come of each, and those of a source.
+    """Returns how many rows go to each rank and come from each, and those of a source.
 
     Args:
         balanced: those of a source where `sizes` has no values and all ranks are taken to get as many.
@@ -417,7 +417,7 @@ def _packed_shape(x: Tensor, sizes: Tensor, ranks: int) -> Tensor:
 
 @torch_operator("packed_rows", torch.Tag.cudagraph_unsafe, fake=_packed_shape)
 def packed_rows(x: Tensor, sizes: Tensor, ranks: int) -> Tensor:
-    """[lead, rows, h] → [rows that go somewhere, h]."""
+    """Maps [lead, rows, h] → [rows that go somewhere, h]."""
     sent, _, _ = _numbers(sizes, ranks, x.shape[-2])
     return x.reshape(-1, x.shape[-1])[: sum(sent)].clone(memory_format=torch.contiguous_format)
 
@@ -428,32 +428,32 @@ def _unpacked_shape(x: Tensor, sizes: Tensor, ranks: int, lead: int) -> Tensor:
 
 @torch_operator("unpacked_rows", torch.Tag.cudagraph_unsafe, fake=_unpacked_shape)
 def unpacked_rows(x: Tensor, sizes: Tensor, ranks: int, lead: int) -> Tensor:
-    """[rows that went somewhere, h] → [lead, rows, h]: zeros for those that went nowhere."""
+    """Maps [rows that went somewhere, h] → [lead, rows, h]: zeros for those that went nowhere."""
     _, _, rows = _numbers(sizes, ranks, x.shape[0])
     return functional.pad(x, (0, 0, 0, rows - x.shape[0])).view(*[1] * lead, rows, x.shape[-1])
 
 
 def start_there(x: Tensor, sizes: Tensor, group: str, ranks: int) -> Tensor:
-    """The rows on their way to their experts."""
+    """Starts to send the rows to their experts."""
     packed = packed_rows(x, sizes, ranks)
     sent, received, _ = _numbers(sizes, ranks, x.shape[-2])
     return _c10d.all_to_all_single(packed, received, sent, group)  # type: ignore[no-any-return]
 
 
 def arrived_there(started: Tensor, lead: int) -> Tensor:
-    """Of `start_there`: [lead, rows, h]."""
+    """Waits for the rows of `start_there`: [lead, rows, h]."""
     rows = _c10d.wait_tensor(started)
     return rows.view(*[1] * lead, *rows.shape)  # type: ignore[no-any-return]
 
 
 def start_back(x: Tensor, sizes: Tensor, group: str, ranks: int) -> Tensor:
-    """The rows on their way back: all that a holder has."""
+    """Starts to send back all the rows that a holder has."""
     rows = x.contiguous().view(-1, x.shape[-1])
     sent, received, _ = _numbers(sizes, ranks, x.shape[-2])
     return _c10d.all_to_all_single(rows, sent, received, group)  # type: ignore[no-any-return]
 
 
 def arrived_back(started: Tensor, sizes: Tensor, ranks: int, lead: int) -> Tensor:
-    """Of `start_back`: [lead, rows, h]."""
+    """Waits for the rows of `start_back`: [lead, rows, h]."""
     rows: Tensor = unpacked_rows(_c10d.wait_tensor(started), sizes, ranks, lead)
     return rows
