@@ -76,7 +76,7 @@ class FullIterationGraphs(CachedGraphs):
     holds_steps = True
 
     def check(self, step: LoweredStep) -> None:
-        """See `NoGraphs`."""
+        """Implements `NoGraphs.check`."""
         refuse_uncaptured(step)
 
     def train(
@@ -88,7 +88,7 @@ class FullIterationGraphs(CachedGraphs):
         buffers: Buffers,
         waiting: Waiting,
     ) -> StepResult:
-        """See `NoGraphs`."""
+        """Implements `NoGraphs.train`."""
         leaves = batches[0].leaves
         gradients = buffers.state(leaves, options.optimizer is not None)
         _refuse(leaves if buffers.is_hooked else {}, options, random.device, waiting)

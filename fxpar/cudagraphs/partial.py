@@ -4,7 +4,7 @@ Enters: the calls of a step or of a forward, and the values it is called with. L
 of calls that a graph can hold is one, forward and backward; what stands between them runs as it is.
 
 A recording has addresses. Parameters stay where they are; inputs and tangents are copied into static tensors before a
-replay; results are copied out behind it, so that whoever has them keeps them. Gradients are added into their buffers
+replay; results are copied out after it, so that whoever has them keeps them. Gradients are added into their buffers
 inside of the graph. All graphs of a step share one pool, so what the forward leaves for the backward lies there, and
 nothing else may run in the pool until the backward has.
 
@@ -97,7 +97,7 @@ class Replayed:
                 make(index, values)
 
         recording, _ = pool.record(work)
-        recording.replay()  # recording computes nothing, and what stands behind may read values
+        recording.replay()  # recording computes nothing, and what stands after it may read values
         self.graphs.append(recording)
         self._pieces.append(recording)
 
@@ -167,7 +167,7 @@ class GraphedStep:
         return sum(len(part.graphs) for part in (self._forward, self._backward) if part is not None)
 
     def forward(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], Values]:
-        """See `Runnable`."""
+        """Implements `Runnable.forward`."""
         flight = self._pool.flight = Flight()
         if self._forward is None:
             self._static = Static({name: values[name] for name in self._inputs})
@@ -189,7 +189,7 @@ class GraphedStep:
     def backward(
         self, saved: Values, tangents: Mapping[str, Tensor], place: GradientSink | None = None
     ) -> dict[str, Tensor]:
-        """See `Runnable`. Of what is placed the places; of all else copies."""
+        """Implements `Runnable.backward`; returns the places of what is placed, and copies of all else."""
         saved.clear()
         if self._forward is None:
             raise InputError(
@@ -239,13 +239,13 @@ class Noting:
     there: list[Tensor]
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """See `GradientSink`."""
+        """Implements `GradientSink.__call__`."""
         placed = self.place(gradients)
         self.there.extend(value for name, value in placed.items() if self.destination(name) is not None)
         return placed
 
     def destination(self, name: str) -> Destination | None:
-        """See `GradientSink`."""
+        """Implements `GradientSink.destination`."""
         return self.place.destination(name)
 
 
@@ -340,7 +340,7 @@ class CachedGraphs(NoGraphs):
     def forward(
         self, calls: ForwardCalls, values: Mapping[str, Any], inputs: MovingInputs, key: Hashable
     ) -> RunForward:
-        """See `NoGraphs`."""
+        """Implements `NoGraphs.forward`."""
         moving = inputs()
         key = ("forward", id(calls), *key_of(values, moving), key)
         forward: RunForward = self.variant(key, lambda pool: GraphedForward(calls, moving, pool), calls)
@@ -387,14 +387,14 @@ class CachedGraphs(NoGraphs):
 
     @property
     def figures(self) -> GraphFigures:
-        """See `NoGraphs`."""
+        """Implements `NoGraphs.figures`."""
         variants = [variant for _, known in self._pools for variant in known.values()]
         costs = [pool.cost for pool, _ in self._pools]
         seconds, size = (sum(column) for column in zip(*costs, strict=True)) if costs else (0.0, 0)
         return GraphFigures(sum(variant.graphs for variant in variants), len(variants), seconds, size)
 
     def close(self) -> None:
-        """See `NoGraphs`."""
+        """Implements `NoGraphs.close`."""
         self._closed = True
         for _, known in self._pools:
             for variant in known.values():
@@ -406,7 +406,7 @@ class PartialGraphs(CachedGraphs):
     """Runs of calls that a graph can hold are one graph; what stands between them runs as it is."""
 
     def step(self, calls: StepCalls, values: Mapping[str, Any], inputs: MovingInputs, key: Hashable) -> Runnable:
-        """See `NoGraphs`."""
+        """Implements `NoGraphs.step`."""
         moving = inputs()
         key = ("step", id(calls), *key_of(values, moving), key)
         runnable: Runnable = self.variant(key, lambda pool: self._graphed(calls, moving, pool), calls)

@@ -40,7 +40,7 @@ class Recording(Protocol):
 class Pool(Protocol):
     """Memory that recordings share: what one leaves unused, a later one may overwrite.
 
-    So recordings of one pool are replayed in the order in which they were made, and one *flight*, a forward whose
+    So recordings of one pool are replayed in the order in which they were made. One *flight*, a forward whose
     backward is to come, is in it at a time.
 
     Attributes:
@@ -99,7 +99,7 @@ class CudaPool(OneFlight):
         self._stream = torch.cuda.Stream(device)
 
     def record(self, work: Callable[[], Result]) -> tuple[Recording, Result]:
-        """See `Pool`."""
+        """Implements `Pool.record`."""
         graph: Any = torch.cuda.CUDAGraph()
         torch.cuda.empty_cache()  # memory of other pools is of no use here
         start, before = time.perf_counter(), torch.cuda.memory_reserved(self._device)
@@ -126,7 +126,7 @@ class CudaPool(OneFlight):
         return graph, result
 
     def scramble(self, static: Iterable[Tensor], later: Iterable[Recording], live: Iterable[Tensor]) -> None:
-        """See `Pool`."""
+        """Implements `Pool.scramble`."""
 
 
 def _first_line(error: BaseException) -> str:
@@ -211,7 +211,7 @@ class Tape:
         """Runs a function whose kernels no mode sees, and adds it as one call."""
         inputs, places = list(operands), [place for place in destinations() if place is not None]
         operands.clear()
-        # What it writes besides its results are operands for the tape.
+        # What it writes apart from its results are operands for the tape.
         where = [None if place is None else places.index(place) for place in destinations()]
 
         def again(*args: Any) -> Sequence[Any]:
@@ -308,7 +308,7 @@ class StandInPool(OneFlight):
         self.tapes: list[Tape] = []
 
     def record(self, work: Callable[[], Result]) -> tuple[Tape, Result]:
-        """See `Pool`."""
+        """Implements `Pool.record`."""
         tape, start = Tape(self), time.perf_counter()
         with self._onto(tape):
             result = work()
@@ -332,7 +332,7 @@ class StandInPool(OneFlight):
         return {number for tape in self.tapes for number in tape.writes}
 
     def scramble(self, static: Iterable[Tensor], later: Iterable[Any], live: Iterable[Tensor]) -> None:
-        """See `Pool`."""
+        """Implements `Pool.scramble`."""
         live_numbers = {_number(tensor) for tensor in live}
         # What later recordings read counts as live even where Python has dropped it: a graph has no references.
         live_numbers = live_numbers.union(*(tape.reads for tape in later))

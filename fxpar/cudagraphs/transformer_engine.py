@@ -1,7 +1,7 @@
 """Graphs by Transformer Engine's `make_graphed_callables`.
 
 Enters: the calls of a step, of which a graph can hold all. Leaves: the same as a function that Transformer Engine has
-captured, forward and backward, behind one node of autograd.
+captured, forward and backward, as one node of autograd.
 
 It warms functions up by running them, so gradients are placed only while a graph is captured.
 """
@@ -92,7 +92,7 @@ class EngineStep:
         return 0 if self._graphed is None else 2
 
     def forward(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], Values]:
-        """See `Runnable`. The first call runs uncaptured: what its backward places is known there alone."""
+        """Implements `Runnable.forward`. The first call runs uncaptured: only it shows what the backward places."""
         flight = self._pool.flight = Flight()
         if self._graphed is None:
             self.values, self.sizes = dict(values), sizes
@@ -106,7 +106,7 @@ class EngineStep:
     def backward(
         self, saved: Values, tangents: Mapping[str, Tensor], place: GradientSink | None = None
     ) -> dict[str, Tensor]:
-        """See `Runnable`. Of what is placed the places; of all else copies."""
+        """Implements `Runnable.backward`; returns the places of what is placed, and copies of all else."""
         saved.pop(_FLIGHT)
         if self._graphed is None:
             gradients = self.calls.backward(saved, tangents, place)
@@ -145,11 +145,11 @@ class EngineGraphs(PartialGraphs):
         super().__init__(options, device, enter)
 
     def check(self, step: LoweredStep) -> None:
-        """See `NoGraphs`."""
+        """Implements `NoGraphs.check`."""
         refuse_uncaptured(step)
 
     def step(self, calls: StepCalls, values: Mapping[str, Any], inputs: MovingInputs, key: Hashable) -> Runnable:
-        """See `NoGraphs`."""
+        """Implements `NoGraphs.step`."""
         self.check(calls.step)
         return super().step(calls, values, inputs, key)
 
