@@ -136,8 +136,8 @@ def cuts_of_kernel(
 ) -> tuple[Sequence[IndexCut], Sequence[IndexCut]] | None:
     """Returns the outer and the inner cut, one or none of each, of a dropout that is one kernel on GPUs.
 
-    None where it has the plain form: float64, tensors of more than 2^31 elements and those that several axes cut, but
-    where the outer one cuts the first dimension, as data ranks do.
+    None where it has the plain form: float64, tensors of more than 2^31 elements and those that several axes cut.
+    Two axes may cut it where the outer one cuts the first dimension, as data ranks do.
     """
     outer, inner = cuts[:1], cuts[1:]
     if not outer or outer[0].outer != 1 or x.shape[: outer[0].dim].numel() != 1:

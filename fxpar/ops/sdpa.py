@@ -163,8 +163,7 @@ def backward(
 
 
 def attention_with_dropout(call: Sequence[Any], drops: Sequence[Any]) -> Tensor:
-    """Computes the result alone of attention with dropout in a lowered graph; takes fields of `SdpaCall` and
-    `Drops`."""
+    """Computes only the result of attention with dropout in a lowered graph; takes fields of `SdpaCall` and `Drops`."""
     return forward(SdpaCall(*call), Drops(*drops))[0]
 
 

@@ -323,7 +323,7 @@ class PaddedDispatch(AllToAllDispatch):
     """Rows travel in blocks, in which each expert has as many places of every source as its capacity.
 
     Zeros stand after its rows. Where those of a source stand by expert, those that a holder received do so by one
-    change of the order of dimensions: neither the products' sizes nor that order depend on how many rows there are.
+    change of the order of dimensions. Neither the products' sizes nor that order depend on how many rows there are.
     """
 
     def preprocess(self, indices: fx.Node) -> None:
@@ -365,7 +365,7 @@ class PaddedDispatch(AllToAllDispatch):
 class AllGatherDispatch(Dispatch):
     """Each holder gets the tokens of all sources and picks the rows of its experts; what it makes of a token goes back.
 
-    A token that chooses K of E experts has as a rule several on each of a few ranks: in blocks of rows it would travel
+    A token that chooses K of E experts has as a rule several on each of a few ranks. In blocks of rows it would travel
     once for each of them. Here it travels once, and so does the sum over its experts::
 
         %tokens = fxpar.expand_over[dp](%x_own, 0) : f32[2, 2*b*s, 64]

@@ -58,9 +58,9 @@ def write_pairs(graph: fx.Graph, facts: Facts) -> None:
 class _Pairs(RowWriter):
     """The pairs of one choice, being written as rows.
 
-    Each step is an identity: a value by pair is its rows put back in order, a product with a pair's matrix is the
-    grouped product of its row, and what is done to each pair by itself commutes with the order. So whatever else reads
-    a value by pair, a draw of random bits too, reads the rows put back, and what is not known stays as it is.
+    Each step is an identity. A value by pair is its rows put back in order. A product with a pair's matrix is the
+    grouped product of its row. What is done to each pair by itself commutes with the order. So whatever else reads
+    a value by pair, a draw of random bits too, reads the rows put back. What is not known stays as it is.
     """
 
     def __init__(self, graph: fx.Graph, choice: fx.Node, first: fx.Node, facts: Facts) -> None:
@@ -220,7 +220,7 @@ class _Loop(RowWriter):
     """A loop over experts, being written as rows.
 
     Of the nodes that do the same for each expert the first one's stands for all. What an expert that a token has not
-    chosen makes of it, times 0, is left out, and so is the infinite number that it may be. All terms must be alike but
+    chosen makes of it, times 0, is left out. So is the infinite number that it may be. All terms must be alike but
     for their expert, and nothing random may be in them.
     """
 

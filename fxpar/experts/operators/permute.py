@@ -338,8 +338,8 @@ def _kept(indices: Tensor, weights: Tensor | None, experts: int, capacity: int) 
 # Each form is one kernel on GPUs with Triton, and elsewhere operations of torch, which are the reference.
 
 NO_ROW = -1
-# What rows hold that nobody reads, where it costs nothing to say so; tests set NaN. An integer,
-# which does not make floats of integers.
+# What rows hold that nobody reads, where it costs nothing to say so; tests set NaN. An integer, which does not
+# make floats of integers.
 UNREAD: float = 0
 _HALVES = (torch.float16, torch.bfloat16)
 
