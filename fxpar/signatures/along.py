@@ -2,7 +2,7 @@
 
 Order statistics and scans along one dimension, pooling and resampling of the last ones, linear algebra on matrices of a
 batch, distances between rows. A dimension that an operation runs along is needed whole; every other one may be cut.
-Beside each forward stand the operators of its derivative that models do not call.
+Next to each forward stand the operators of its derivative that models do not call.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _SPACES = {"1d": 1, "2d": 2, "3d": 3}
 
 
 def space_of(name: str) -> int:
-    """How many dimensions at the end an operator mixes that is named after them."""
+    """Returns how many dimensions at the end an operator mixes that is named after them."""
     return next(count for ending, count in _SPACES.items() if ending in name)
 
 
 def _one_apart(call: OpCall) -> Labelling | Refusal:
-    """Slices along `dim` are apart, and whole in all other dimensions (renorm)."""
+    """Cuts slices along `dim` apart, and keeps all other dimensions whole (renorm)."""
     rank = len(call.operands[0].shape)
     dim = wrap(call.get("dim"), rank)
     labels: Labels = tuple("d" if i == dim else None for i in range(rank))
@@ -39,13 +39,13 @@ def _one_apart(call: OpCall) -> Labelling | Refusal:
 
 
 def _unfold(call: OpCall) -> Labelling | Refusal:
-    """Windows along a dimension, whose elements are a new last one."""
+    """Takes windows along a dimension, whose elements are a new last one."""
     labels = numbered(len(call.operands[0].shape), call.get("dimension"))
     return Labelling((labels,), ((*labels, None),))
 
 
 def _repeat_interleave(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
-    """Each element stands several times, one behind the other: a block of elements is a block of what becomes of it."""
+    """Follows a cut through repeated elements, which stand one after the other: a block becomes a block."""
     shape, times, dim = call.operands[0].shape, call.get("repeats"), call.get("dim")
     if call.get("output_size") is not None:
         return Refusal("the length of the result is a number in the call, which is that of the whole")
@@ -59,7 +59,7 @@ def _repeat_interleave(call: OpCall, index: int, placement: Placement) -> Signat
 
 
 def _searched(call: OpCall) -> Labelling | Refusal:
-    """Rows of sorted values with rows of what is looked up there; of one sorted row all elements are apart."""
+    """Cuts rows of sorted values with rows of what is looked up there; of one sorted row all elements are apart."""
     known = dict(zip(call.names, call.operands, strict=True))
     if "self" not in known:  # a number is looked up
         return Refusal("a number is looked up in all of it")
@@ -75,7 +75,7 @@ def _bucketize(call: OpCall) -> Labelling | Refusal:
 
 
 def _is_in(call: OpCall) -> Labelling | Refusal:
-    """Each element is looked up among all test elements."""
+    """Cuts the elements, of which each is looked up among all test elements."""
     known = dict(zip(call.names, call.operands, strict=True))
     labels = numbered(len(call.outputs[0].shape))
     ins = tuple(labels if name == "elements" else (None,) * len(known[name].shape) for name in call.names)
@@ -83,7 +83,7 @@ def _is_in(call: OpCall) -> Labelling | Refusal:
 
 
 def _matrices(call: OpCall) -> Labelling | Refusal:
-    """One operand, of matrices: the dimensions in front are apart, in results of any rank.
+    """Cuts the dimensions in front of the matrices of one operand, for results of any rank.
 
     Other factorings have no rule, for their backward writes into diagonals and unpacks them.
     """
@@ -97,7 +97,7 @@ def _matrices(call: OpCall) -> Labelling | Refusal:
 
 
 def _triangular(call: OpCall) -> Labelling | Refusal:
-    """`… _ _, … _ c -> … _ c`: right-hand sides, of which columns are apart, or rows where the matrix stands right."""
+    """Cuts `… _ _, … _ c -> … _ c`: right-hand sides by columns, or by rows where the matrix stands right."""
     out = call.outputs[0].shape
     lead = numbered(len(out) - 2)
     matrix, right = call.operands
@@ -110,7 +110,7 @@ def _triangular(call: OpCall) -> Labelling | Refusal:
 
 
 def _distances(call: OpCall) -> Labelling | Refusal:
-    """`… p _, … r _ -> … p r`; not of rows that are broadcast, whose gradient would be a sum over copies."""
+    """Cuts rows of both: `… p _, … r _ -> … p r`. Refuses to broadcast rows: a gradient would be a sum over copies."""
     out = call.outputs[0].shape
     if any(kind.shape[:-2] != out[:-2] for kind in call.operands):
         return Refusal("distances of rows that are broadcast have no rule for shards")
@@ -119,7 +119,7 @@ def _distances(call: OpCall) -> Labelling | Refusal:
 
 
 def _distances_backward(call: OpCall) -> Labelling | Refusal:
-    """`… p r, … p _, … r _, … p r -> … p _`: each row gets a sum over those that it was compared with."""
+    """Sums for each row over those that it was compared with: `… p r, … p _, … r _, … p r -> … p _`."""
     lead = numbered(len(call.outputs[0].shape) - 2)
     if any(kind.shape[:-2] != call.outputs[0].shape[:-2] for kind in call.operands):
         return Refusal("distances of rows that are broadcast have no rule for shards")
@@ -128,7 +128,7 @@ def _distances_backward(call: OpCall) -> Labelling | Refusal:
 
 
 def _sampled(call: OpCall) -> Labelling | Refusal:
-    """An image and where to read it: `n _ …, n … _ -> n _ …`; all of an image is read.
+    """Cuts an image, and where to read it, by rows: `n _ …, n … _ -> n _ …`; all of an image is read.
 
     Channels are not cut, since the gradient of the places is a sum over them.
     """
@@ -138,7 +138,7 @@ def _sampled(call: OpCall) -> Labelling | Refusal:
 
 
 def _sampled_backward(call: OpCall) -> Labelling | Refusal:
-    """Gradients of image and grid, of which the latter is a sum over channels."""
+    """Cuts the gradients of image and grid by rows; that of the grid is a sum over channels."""
     ins = tuple(("n", *(None,) * (len(kind.shape) - 1)) for kind in call.operands)
     mask = call.get("output_mask") or [True] * len(call.outputs)
     if not all(mask):
@@ -147,7 +147,7 @@ def _sampled_backward(call: OpCall) -> Labelling | Refusal:
 
 
 def _columns(call: OpCall) -> Labelling | Refusal:
-    """Windows of an image as columns, or back: `n … -> n …`, channels and windows being one dimension."""
+    """Turns windows of an image into columns, or back: `n … -> n …`, channels and windows being one dimension."""
     rank = len(call.operands[0].shape)
     if rank != len(call.outputs[0].shape) + (1 if call.target._schema.name == "aten::im2col" else -1):
         return Refusal("windows of an image have no rule for these shapes")
@@ -156,7 +156,7 @@ def _columns(call: OpCall) -> Labelling | Refusal:
 
 
 def _instance_norm(call: OpCall) -> Labelling | Refusal:
-    """`n c …, c, c -> n c …`, the norm of each channel of each row; with running statistics rows are mixed."""
+    """Norms each channel of each row: `n c …, c, c -> n c …`. Refuses running statistics, which mix rows."""
     if not call.get("use_input_stats") or {"running_mean", "running_var"} & set(call.names):
         return Refusal("running statistics are those of all rows")
     space = (None,) * (len(call.operands[0].shape) - 2)
@@ -165,7 +165,7 @@ def _instance_norm(call: OpCall) -> Labelling | Refusal:
 
 
 def _scatter_reduce(call: OpCall) -> Labelling | Refusal:
-    """`dim` stays whole, as of `scatter`; the others go along where all operands have them whole."""
+    """Keeps `dim` whole, as `scatter` does; the others go along where all operands have them whole."""
     shapes = [kind.shape for kind in call.operands]
     rank = len(shapes[0])
     uneven = (i for i in range(rank) if any(shape[i] != shapes[0][i] for shape in shapes))
@@ -178,7 +178,7 @@ def _unread(*names: str) -> Callable[[OpCall], tuple[str, ...]]:
 
 
 def _pooling() -> dict[str, Rule]:
-    """Pooling and resampling, with their gradients."""
+    """Returns the rules of pooling and resampling, with their gradients."""
     rules: dict[str, Rule] = {}
     for name in ("avg_pool2d", "avg_pool3d", "_adaptive_avg_pool3d"):
         rules[name] = Rule(mixed(space_of(name)), _SELF)
@@ -197,7 +197,7 @@ def _pooling() -> dict[str, Rule]:
 
 
 def along_rules() -> dict[str, Rule]:
-    """Rules by `aten` overload name."""
+    """Returns rules by `aten` overload name."""
     return by_overload(
         {
             **_pooling(),

@@ -113,7 +113,7 @@ class _Reads(TorchFunctionMode):
 
 
 def _asker() -> str:
-    """The file of the code that called a function of torch."""
+    """Returns the file of the code that called a function of torch."""
     frame = inspect.currentframe()
     while frame is not None and (frame.f_code.co_filename == __file__ or _WRAPPERS.search(frame.f_code.co_filename)):
         frame = frame.f_back
@@ -121,7 +121,7 @@ def _asker() -> str:
 
 
 def resolve_function(path: str) -> Any:
-    """The class a `fxpar.function` node calls.
+    """Returns the class that a `fxpar.function` node calls.
 
     Raises:
         InputError: there is no such autograd function.
@@ -143,7 +143,7 @@ def _flat(value: Any) -> list[Tensor]:
 
 
 def _subsets(count: int) -> list[tuple[int, ...]]:
-    """Which of several may ask for a gradient, or get one: all sets of a few, of more the whole and single ones."""
+    """Lists which of several ask for a gradient, or get one: all sets of a few, of more the whole and single ones."""
     everything = tuple(range(count))
     if count <= _MOST_SUBSETS:
         return [c for size in range(1, count + 1) for c in itertools.combinations(everything, size)]
@@ -157,7 +157,7 @@ def forget_proofs() -> None:
 
 @lru_cache(maxsize=256)
 def _traces(target: Any, arguments: tuple[Argument, ...]) -> tuple[Traced, ...] | str:
-    """One trace for each set of operands that ask for a gradient, and of outputs that get one; or why there is none.
+    """Traces a call for each set of operands that ask for a gradient and of outputs that get one; or says why not.
 
     Args:
         target: an autograd function's class, or an operator.
@@ -246,7 +246,7 @@ def _not_pointwise(traced: Traced, known: Set[str]) -> str:
 
 
 def impurity(call: OpCall, known: Set[str]) -> str:
-    """Empty where the function of a call is element-wise, forward and backward; else what it does besides.
+    """Returns an empty text where a call's function is element-wise both ways; else what it does besides.
 
     Args:
         known: names of the element-wise operators.
@@ -269,13 +269,13 @@ def impurity(call: OpCall, known: Set[str]) -> str:
 
 
 def _text(traced: Traced) -> str:
-    """What is computed; zeros have the shape of what they stand for."""
+    """Shows what is computed; zeros have the shape of what they stand for."""
     shown = [(n.name, str(n.target), "" if str(n.target) in _ZEROS else (n.args, n.kwargs)) for n in _calls(traced)]
     return str(shown)
 
 
 def nonlinearity(call: OpCall, rule_of: RuleOf) -> str:
-    """Empty where the gradients of a call are known to be linear in those of its results; else why they are not.
+    """Returns an empty text where a call's gradients are known to be linear in those of its results; else why not.
 
     PyTorch's own operators are differentiated, which is linear. What has a backward of the author's is traced.
 
@@ -309,7 +309,7 @@ def _cached(target: Any, arguments: Sequence[Argument]) -> tuple[Traced, ...] | 
 
 
 def _arguments(call: OpCall) -> tuple[Any, list[Argument]]:
-    """What a call calls, and its arguments in order; shapes in numbers."""
+    """Returns what a call calls, and its arguments in order; shapes in numbers."""
     arguments = {k: Argument(k, None, v, type(v)) for k, v in call.arguments.items() if k != "path"}
     for name, kind in zip(call.names, call.operands, strict=True):
         arguments[name] = Argument(name, kind.dtype, _shape(kind))
@@ -319,14 +319,14 @@ def _arguments(call: OpCall) -> tuple[Any, list[Argument]]:
 
 
 def _shape(kind: TensorType) -> tuple[int, ...]:
-    """The shape with a prime for each symbol, so that no two of them are equal."""
+    """Returns the shape with a prime for each symbol, so that no two of them are equal."""
     symbols = sorted(names(kind.shape))
     primes = dict(zip(symbols, (101, 103, 107, 109, 113, 127, 131, 137), strict=False))
     return tuple(evaluate(size, {n: primes.get(n, 139) for n in symbols}) for size in kind.shape)
 
 
 def _not_a_sum(traced: Traced, rule_of: RuleOf) -> str:
-    """Empty where partial gradients (P) give partial gradients; else the operation that does not."""
+    """Returns an empty text where partial gradients (P) give partial gradients; else the operation that does not."""
     placed: dict[fx.Node, Placement] = {}
     zeros: set[fx.Node] = set()  # what a result without gradient has for one: R as well as P
     for node in traced.graph_module.graph.nodes:
@@ -351,7 +351,7 @@ def _not_a_sum(traced: Traced, rule_of: RuleOf) -> str:
 
 
 def _sum(node: fx.Node, placements: Sequence[Placement], rule_of: RuleOf) -> Placement | None:
-    """P where the results are sums of what partial operands give; None where they are not known to be."""
+    """Returns P where the results are sums of what partial operands give; None where they are not known to be."""
     if node.target is operator.getitem:
         return placements[0]
     target: Any = node.target

@@ -30,7 +30,7 @@ _NAME = attrgetter("name")
 
 
 def sightings(graph: fx.Graph) -> dict[str, Sighting]:
-    """All that a node is, by name and in order."""
+    """Lists all that each node is, by name and in order."""
     return {
         node.name: (node.op, node.target, plain((node.args, node.kwargs), _NAME), _note(node)) for node in graph.nodes
     }
@@ -89,13 +89,13 @@ class Facts:
 
     @property
     def flags(self) -> dict[fx.Node, tuple[bool, ...]]:
-        """As `fxpar.ir.grad_flow.carried`."""
+        """Returns flags as `fxpar.ir.grad_flow.carried` does."""
         if not self.carries:
             self.carries.append(carried(self.program, self.operands))
         return self.carries[0]
 
     def known(self, *check: Hashable) -> dict[Any, Any]:
-        """What a check remembers.
+        """Returns what a check remembers.
 
         Args:
             check: its name, and whatever of a program its answers depend on besides plan, symbols and the node.
@@ -105,7 +105,7 @@ class Facts:
 
 
 def facts_of(program: Program, seen: Mapping[str, Sighting] | None = None, before: Facts | None = None) -> Facts:
-    """The facts of a program without calls of regions.
+    """Returns the facts of a program without calls of regions.
 
     Args:
         seen: its `sightings`, where they are known.
@@ -128,7 +128,7 @@ def facts_of(program: Program, seen: Mapping[str, Sighting] | None = None, befor
 
 
 def has_same_operations(one: Facts, other: Facts) -> bool:
-    """Whether two programs make the same of the same, in any order and under any names.
+    """Returns whether two programs make the same of the same, in any order and under any names.
 
     Of notes all counts but the place in the author's model and the reason for a layout. Programs of other symbols or
     another plan are others.
@@ -140,7 +140,7 @@ def has_same_operations(one: Facts, other: Facts) -> bool:
 
 
 def _operations(facts: Facts, known: dict[Hashable, int]) -> Hashable:
-    """The tables and outputs of a program, and how often each operation occurs, by its number in `known`."""
+    """Returns a program's tables and outputs, and how often each operation occurs, by its number in `known`."""
     program, numbers = facts.program, dict[fx.Node, int]()
     tables = program.parameters, program.inputs, program.outputs, program.all_symbols, program.plan, program.loss
     for node, number in facts.numbers.items():
@@ -153,7 +153,7 @@ def _operations(facts: Facts, known: dict[Hashable, int]) -> Hashable:
 
 
 def _said(node: fx.Node) -> Hashable:
-    """What a note says of the operation that is not in the number."""
+    """Returns what a note says of the operation that is not in the number."""
     node_note = _note(node)
     return (
         None
@@ -163,7 +163,7 @@ def _said(node: fx.Node) -> Hashable:
 
 
 def _has_tables_of(program: Program, other: Program) -> bool:
-    """Whether gradients start at the same parameters and inputs."""
+    """Returns whether gradients start at the same parameters and inputs."""
     return (program.parameters, program.inputs) == (other.parameters, other.inputs)
 
 
@@ -188,7 +188,7 @@ def _add(facts: Facts, node: fx.Node, before: Facts | None) -> None:
 
 
 def _take(facts: Facts, node: fx.Node, before: Facts, old: fx.Node, reads: list[fx.Node]) -> None:
-    """What holds of a node held of the one of its name before."""
+    """Takes over what held of the node of the same name before."""
     facts.numbers[node], facts.values[node], facts.reads[node] = before.numbers[old], before.values[old], reads
     operands_before = before.operands[old]
     is_all = operands_before == before.reads[old]

@@ -19,7 +19,7 @@ from fxpar.signatures.op_call import OpCall
 
 
 def transfer(placement: Placement, source: Size, dim: int, size: Size, n: int) -> Placement | Refusal:
-    """The cut of a dimension of `source` elements on another dimension with the same label.
+    """Moves the cut of a dimension of `source` elements to another dimension with the same label.
 
     Equal sizes take the same pieces. Where they differ (query and key heads of grouped attention, whose groups are
     neighbours) the runs are as many and in proportion. The ranks that have the query heads of one group share its key
@@ -49,7 +49,7 @@ def transfer(placement: Placement, source: Size, dim: int, size: Size, n: int) -
 def seed_signature(
     rule: Rule, call: OpCall, index: int, placement: Placement, of_gradients: _Gradients | None = None
 ) -> Signature | Refusal:
-    """The signature that makes operand `index` a shard as given.
+    """Returns the signature that makes operand `index` a shard as given.
 
     Args:
         of_gradients: what is known of the operands that are gradients.
@@ -70,12 +70,12 @@ def seed_signature(
 
 
 def signature_of_summands(rule: Rule, call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
-    """As `seed_signature`, where several ranks that hold a block hold summands of its gradient."""
+    """Does as `seed_signature`, where several ranks that hold a block hold summands of its gradient."""
     return seed_signature(rule, call, index, placement, _Gradients(frozenset({index})))
 
 
 def _hands_on(rule: Rule | None, call: OpCall) -> bool:
-    """Whether an operation does with each block what it does with any other: it hands cuts on by labels alone."""
+    """Returns whether an operation does the same with each block: it hands cuts on by labels alone."""
     by_labels = rule is not None and rule.labels is not None and rule.seed is None and rule.check is None
     return by_labels and isinstance(call.target, torch._ops.OpOverload)
 
@@ -164,16 +164,16 @@ def infer(
 
 
 def _zero(rule: Rule, outputs: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """What is zero has zeros for padding."""
+    """Gives padded outputs zeros for padding where the rule says that they are zero."""
     return tuple(replace(p, zeros=True) if p.is_padded else p for p in outputs) if rule.zeros else outputs
 
 
 def _of_gradients(
     rule: Rule, call: OpCall, placements: Sequence[Placement], inferred: Sequence[Placement], known: _Gradients
 ) -> tuple[Placement, ...] | Refusal:
-    """Which outputs are summands on ranks that share blocks, and which have zeros for padding.
+    """Says which outputs are summands on ranks that share blocks, and which have zeros for padding.
 
-    A linear operation of summands gives summands; blocks that one rank alone has may stand beside them. Where what is
+    A linear operation of summands gives summands; blocks that one rank alone has may stand next to them. Where what is
     linear in an operand is zero, the result is.
     """
     groups = [group for group in _groups(rule, call) if _is_linear(rule, call, group)]
@@ -192,7 +192,7 @@ def _of_gradients(
 
 
 def _is_linear(rule: Rule, call: OpCall, group: set[int]) -> bool:
-    """Whether this very call, with its numbers, makes summands of summands: filling does with zeros alone."""
+    """Returns whether this very call, with its numbers, makes summands of summands: filling does with zeros alone."""
     placements = [P if i in group else R for i in range(len(call.operands))]
     outputs = _infer(rule, call, placements, [False] * len(placements), _Gradients())
     return not isinstance(outputs, Refusal) and set(outputs) == {P}
@@ -260,7 +260,7 @@ def _infer_partial(rule: Rule, call: OpCall, kinds: Sequence[str]) -> tuple[Plac
 
 
 def _groups(rule: Rule, call: OpCall) -> list[set[int]]:
-    """The operands that may be partial together, for each group of the rule and each item of a list."""
+    """Lists the operands that may be partial together, for each group of the rule and each item of a list."""
     groups = []
     for group in rule.partial:
         if group[0].endswith("*"):
@@ -281,7 +281,7 @@ def _members(call: OpCall, group: Sequence[str]) -> set[int]:
 
 
 def partial_signatures(rule: Rule, call: OpCall) -> list[Signature]:
-    """All signatures with partial operands, the others being replicated."""
+    """Lists all signatures with partial operands, the others being replicated."""
     signatures = []
     for members in _groups(rule, call):
         ins = tuple(P if i in members else R for i in range(len(call.operands)))

@@ -18,7 +18,7 @@ from fxpar.signatures.op_call import OpCall
 from fxpar.signatures.pointwise import broadcast, pointwise_labels
 from fxpar.signatures.views import along
 
-# Element-wise, with the name of the gradient; the values beside it may be those of padding.
+# Element-wise, with the name of the gradient; the values next to it may be those of padding.
 _POINTWISE = """
 gelu_backward silu_backward sigmoid_backward tanh_backward threshold_backward elu_backward hardtanh_backward
 hardsigmoid_backward hardswish_backward leaky_relu_backward mish_backward softplus_backward softshrink_backward
@@ -40,7 +40,7 @@ def _rank(call: OpCall, index: int = 0) -> int:
 
 
 def _trilinear(call: OpCall) -> Labelling | Refusal:
-    """The product of three operands that get dimensions of size one (`expand1` …), summed over some (`sumdim`)."""
+    """Multiplies three operands that get dimensions of size one (`expand1` …), and sums over some (`sumdim`)."""
     rank = len(call.operands[0].shape) + len(call.get("expand1"))
     shapes: list[list[Size]] = []
     for kind, name in zip(call.operands, ("expand1", "expand2", "expand3"), strict=True):
@@ -59,7 +59,7 @@ def _trilinear(call: OpCall) -> Labelling | Refusal:
 
 
 def _layer_norm_backward(call: OpCall) -> Labelling | Refusal:
-    """Rows are apart, and summed in the gradients of weight and bias."""
+    """Cuts rows, which are summed in the gradients of weight and bias."""
     rank, normalized = _rank(call), len(call.get("normalized_shape"))
     rows = numbered(rank - normalized)
     full: Labels = (*rows, *(None,) * normalized)
@@ -73,7 +73,7 @@ def _layer_norm_backward(call: OpCall) -> Labelling | Refusal:
 
 
 def _batch_norm_backward(call: OpCall) -> Labelling | Refusal:
-    """Channels are apart, and everything else is summed."""
+    """Cuts channels; everything else is summed."""
     full: Labels = tuple("c" if i == 1 else None for i in range(_rank(call)))
     ins = tuple(full if name in ("grad_out", "input") else ("c",) for name in call.names)
     known = list(zip((full, ("c",), ("c",)), call.get("output_mask"), strict=True))
@@ -85,7 +85,7 @@ def _batch_norm_backward(call: OpCall) -> Labelling | Refusal:
 
 
 def _embedding_backward(call: OpCall) -> Labelling | Refusal:
-    """`… h, … -> _ h`, the words summed."""
+    """Sums the words: `… h, … -> _ h`."""
     lead = numbered(_rank(call, 1))
     if call.get("scale_grad_by_freq"):
         lead = (None,) * len(lead)
@@ -93,7 +93,7 @@ def _embedding_backward(call: OpCall) -> Labelling | Refusal:
 
 
 def _nll_labels(call: OpCall) -> tuple[dict[str, Labels], Labels] | Refusal:
-    """Labels of log-probabilities, targets and weights, and of what has one value a row."""
+    """Returns labels of log-probabilities, targets and weights, and of what has one value a row."""
     shape = call.operands[call.names.index("self")].shape
     if len(shape) < 2:
         return Refusal("a loss without a batch dimension needs whole operands")
@@ -104,7 +104,7 @@ def _nll_labels(call: OpCall) -> tuple[dict[str, Labels], Labels] | Refusal:
 
 
 def _nll_forward(call: OpCall) -> Labelling | Refusal:
-    """The loss of each row or their sum, and the sum of weights."""
+    """Gives the loss of each row or their sum, and the sum of weights."""
     labels = _nll_labels(call)
     if isinstance(labels, Refusal):
         return labels
@@ -123,7 +123,7 @@ def _nll_backward(call: OpCall) -> Labelling | Refusal:
 
 
 def _nll_partial(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
-    """The loss is linear in log-probabilities, and the sum of weights does not depend on them."""
+    """Gives P for the loss, linear in log-probabilities, on which the sum of weights (R) does not depend."""
     position = call.position("self")
     if placements[position or 0] != P or any(p != R for i, p in enumerate(placements) if i != position):
         return None
@@ -131,12 +131,12 @@ def _nll_partial(call: OpCall, placements: Sequence[Placement]) -> tuple[Placeme
 
 
 def _nll_unread(call: OpCall) -> tuple[str, ...]:
-    """Of the log-probabilities the shape alone; the sum of weights for a mean alone."""
+    """Names what is not read: of log-probabilities all but the shape, and the sum of weights unless for a mean."""
     return ("self",) if call.get("reduction", 1) == 1 else ("self", "total_weight")
 
 
 def _norm_backward_partial(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
-    """The gradient of the input is linear in the weight, on which those of weight and bias do not depend."""
+    """Gives P for the input's gradient, linear in the weight, on which those of weight and bias do not depend."""
     known = dict(zip(call.names, placements, strict=True))
     if known.pop("weight", R) != P:
         return None
@@ -147,7 +147,7 @@ def _norm_backward_partial(call: OpCall, placements: Sequence[Placement]) -> tup
 
 
 def _loss_backward(call: OpCall) -> Labelling | Refusal:
-    """Element by element; the gradient of a sum is spread, a mean divides by the size of the whole."""
+    """Cuts element by element: a sum spreads its gradient. Refuses a mean, which divides by the size of the whole."""
     if call.get("reduction", 1) == 1:
         return Refusal("a mean divides by the size of the whole: it needs whole operands")
     shape = call.outputs[0].shape
@@ -155,7 +155,7 @@ def _loss_backward(call: OpCall) -> Labelling | Refusal:
 
 
 def gradient_rules() -> dict[str, Rule]:
-    """Rules by `aten` overload name."""
+    """Returns rules by `aten` overload name."""
     gradient = (("grad_output",),)
     pointwise: dict[str, Rule] = {}
     for name in _POINTWISE:

@@ -16,7 +16,7 @@ _SELF = (("self",),)
 
 
 def _index(call: OpCall) -> Labelling | Refusal:
-    """`x[i, j, :]`: indices are broadcast and replace the dimensions they stand at, which must be neighbours."""
+    """Broadcasts the indices of `x[i, j, :]`; they replace the dimensions they stand at, which must be neighbours."""
     entries = call.get("indices") or []
     entries = entries or [call.position("indices")] * call.names.count("indices")
     places = [i for i, entry in enumerate(entries) if entry is not None]
@@ -60,7 +60,7 @@ def _index_select(call: OpCall) -> Labelling | Refusal:
 
 
 def _one_hot(call: OpCall) -> Labelling | Refusal:
-    """`... -> ... _`; without a number of classes that is how large the largest index is, of the whole."""
+    """Cuts `... -> ... _`. Refuses a missing number of classes, which the largest index of the whole decides."""
     if int(call.get("num_classes", -1)) < 0:
         return Refusal("the number of classes is read off all indices")
     labels = numbered(len(call.operands[0].shape))
@@ -68,7 +68,7 @@ def _one_hot(call: OpCall) -> Labelling | Refusal:
 
 
 def indexing_rules() -> dict[str, Rule]:
-    """Rules by `aten` overload name."""
+    """Returns rules by `aten` overload name."""
     return by_overload(
         {
             "index.Tensor _unsafe_index.Tensor": Rule(_index, _SELF, padding=("self",)),
@@ -144,7 +144,7 @@ def _scatter(call: OpCall) -> Labelling | Refusal:
 
 
 def _scatter_in_place_of(call: OpCall) -> Labelling | Refusal:
-    """As `_scatter`; of two elements at one place each rank would keep another, so that `dim` stays whole there too."""
+    """Cuts as `_scatter`, with `dim` whole even there: of two elements at one place each rank would keep another."""
     labelling = _scatter(call)
     if isinstance(labelling, Refusal):
         return labelling
@@ -171,7 +171,7 @@ def _index_rows(call: OpCall) -> Labels:
 
 
 def _index_put(call: OpCall) -> Labelling | Refusal:
-    """`x[i, j, :] += values`: what is indexed stays whole; dimensions behind and before it go along."""
+    """Keeps what `x[i, j, :] += values` indexes whole; dimensions before and after it go along."""
     entries = call.get("indices") or []
     entries = entries or [call.position("indices")] * call.names.count("indices")
     places = [i for i, entry in enumerate(entries) if entry is not None]
@@ -204,7 +204,7 @@ def _value_unread(call: OpCall) -> tuple[str, ...]:
 
 
 def _convolution(call: OpCall) -> Labelling | Refusal:
-    """`n c …, o c …, o -> n o …`, with groups `n …` alone."""
+    """Cuts `n c …, o c …, o -> n o …`, with groups `n …` alone."""
     rank = len(call.outputs[0].shape)
     if len(call.operands[0].shape) != rank or rank != len(call.operands[1].shape):
         return Refusal("a convolution without a batch dimension has no rule for shards")
@@ -223,7 +223,7 @@ def _one_gradient(call: OpCall) -> int | None:
 
 
 def _convolution_backward(call: OpCall) -> Labelling | Refusal:
-    """`n o …, n c …, o c … -> n c …` or `-> o c …`; what is not computed has no elements, and goes along."""
+    """Cuts `n o …, n c …, o c … -> n c …` or `-> o c …`; what is not computed has no elements, and goes along."""
     index = _one_gradient(call)
     rank = len(call.operands[0].shape)
     if index is None or any(len(kind.shape) != rank for kind in call.operands):
@@ -238,7 +238,7 @@ def _convolution_backward(call: OpCall) -> Labelling | Refusal:
 
 
 def _shape_alone(call: OpCall) -> tuple[str, ...]:
-    """Of what the gradient is, the shape alone is read."""
+    """Names the operand whose gradient this is: of it the shape alone is read."""
     index = _one_gradient(call)
     return () if index is None else (("input",), ("weight",))[index]
 
@@ -257,7 +257,7 @@ def _padding_backward(count: int) -> Rule:
 
 
 def scattering_rules() -> dict[str, Rule]:
-    """Rules by `aten` overload name."""
+    """Returns rules by `aten` overload name."""
     convolution = Rule(_convolution_backward, (("grad_output",), ("input",), ("weight",)))
     return by_overload(
         {

@@ -15,7 +15,7 @@ from fxpar.signatures.pointwise import broadcast
 
 
 def _read(part: str, rank: int) -> Labels:
-    """`... k` for a rank: the dots stand for as many leading labels as are left, `_` for none."""
+    """Reads `... k` for a rank: the dots stand for as many leading labels as are left, `_` for none."""
     words = part.split()
     if words and words[0] == "...":
         lead = rank - len(words) + 1
@@ -24,7 +24,7 @@ def _read(part: str, rank: int) -> Labels:
 
 
 def formula(text: str, *names: str) -> Callable[[OpCall], Labelling | Refusal]:
-    """Labels written as `... k, o k, o -> ... o`, one part for each of `names`; `{k}` around a label sums it.
+    """Reads labels written as `... k, o k, o -> ... o`, one part for each of `names`; `{k}` around a label sums it.
 
     Operands that were not passed leave their part out. A label that an absent output cannot take is summed.
     """
@@ -47,7 +47,7 @@ def formula(text: str, *names: str) -> Callable[[OpCall], Labelling | Refusal]:
 
 
 def _without(name: str, rule: Callable[[OpCall], Labelling | Refusal]) -> Callable[[OpCall], Labelling | Refusal]:
-    """Summed labels are lost where the operand `name` is added once: the sum would count it n times."""
+    """Drops summed labels where the operand `name` is added once: the sum would count it n times."""
 
     def labels(call: OpCall) -> Labelling | Refusal:
         labelling = rule(call)
@@ -62,7 +62,7 @@ def _without(name: str, rule: Callable[[OpCall], Labelling | Refusal]) -> Callab
 
 
 def _added(text: str, first: str, second: str) -> Callable[[OpCall], Labelling | Refusal]:
-    """`self + first @ second`: `self` is broadcast to the result."""
+    """Broadcasts `self` to the result of `self + first @ second`."""
     product = formula(text, first, second)
 
     def labels(call: OpCall) -> Labelling | Refusal:
@@ -80,7 +80,7 @@ def _added(text: str, first: str, second: str) -> Callable[[OpCall], Labelling |
 
 
 def matmul_labels(call: OpCall) -> Labelling | Refusal:
-    """`torch.matmul` for every rank: leading dimensions are broadcast."""
+    """Labels the operands of `torch.matmul` for every rank: leading dimensions are broadcast."""
     a, b = (kind.shape for kind in call.operands)
     out = call.outputs[0].shape
     rows: Labels = ("m",) if len(a) > 1 else ()
@@ -93,7 +93,7 @@ def matmul_labels(call: OpCall) -> Labelling | Refusal:
 
 
 def attention_labels(call: OpCall) -> Labelling | Refusal:
-    """`… s e, … t e, … t v, mask -> … s v`; the query rows too where no causal mask ties them to the key rows."""
+    """Cuts `… s e, … t e, … t v, mask -> … s v`; query rows too where no causal mask ties them to the key rows."""
     lead = call.outputs[0].shape[:-2]
     names = numbered(len(lead))
     rows = None if call.get("is_causal") else "s"
@@ -119,7 +119,7 @@ def attention_labels(call: OpCall) -> Labelling | Refusal:
 
 
 def _convolution(call: OpCall) -> Labelling | Refusal:
-    """`n c …, o c …, o -> n o …`, with groups `n …` alone; spatial dimensions need their neighbours."""
+    """Cuts `n c …, o c …, o -> n o …`, with groups `n …` alone; spatial dimensions need their neighbours."""
     rank = len(call.outputs[0].shape)
     if len(call.operands[0].shape) != rank or rank != len(call.operands[1].shape):
         return Refusal("a convolution without a batch dimension has no rule for shards")
@@ -131,7 +131,7 @@ def _convolution(call: OpCall) -> Labelling | Refusal:
 
 
 def matmul_rules() -> dict[str, Rule]:
-    """Rules by `aten` overload name."""
+    """Returns rules by `aten` overload name."""
     linear = formula("... k, o k, o -> ... o", "input", "weight", "bias")
     either = (("input", "bias?"), ("weight", "bias?"))
     added, batched = _added("m k, k n -> m n", "mat1", "mat2"), _added("b m k, b k n -> b m n", "batch1", "batch2")
@@ -169,7 +169,7 @@ class ContractionStep:
 
 
 def einsum_terms(equation: str, ranks: Sequence[int]) -> tuple[Terms, tuple[str, ...]] | Refusal:
-    """The labels of each operand and of the result, dots written out as `.0`, `.1`, … aligned from the right.
+    """Returns the labels of each operand and of the result, dots written out as `.0`, `.1`, … from the right.
 
     Without an arrow the result has the dots and the letters that occur once, in the order of their codes.
     """
@@ -192,7 +192,7 @@ def einsum_terms(equation: str, ranks: Sequence[int]) -> tuple[Terms, tuple[str,
 
 
 def _sizes(terms: Terms, kinds: Sequence[TensorType]) -> dict[str, Size]:
-    """The size of each label: that of the operands that are not broadcast along it."""
+    """Returns the size of each label: that of the operands that are not broadcast along it."""
     sizes: dict[str, Size] = {}
     for term, kind in zip(terms, kinds, strict=True):
         for label, size in zip(term, kind.shape, strict=True):
@@ -202,7 +202,7 @@ def _sizes(terms: Terms, kinds: Sequence[TensorType]) -> dict[str, Size]:
 
 
 def einsum_labels(call: OpCall) -> Labelling | Refusal:
-    """The labels of the equation, without those that cannot be cut."""
+    """Returns the labels of the equation, without those that cannot be cut."""
     read = einsum_terms(str(call.get("equation")), [len(kind.shape) for kind in call.operands])
     if isinstance(read, Refusal):
         return read
@@ -221,7 +221,7 @@ def einsum_labels(call: OpCall) -> Labelling | Refusal:
 
 
 def einsum_steps(call: OpCall) -> list[ContractionStep] | Refusal:
-    """The contractions in the order in which torch does them: by `path`, else from left to right."""
+    """Lists the contractions in the order in which torch does them: by `path`, else from left to right."""
     read = einsum_terms(str(call.get("equation")), [len(kind.shape) for kind in call.operands])
     if isinstance(read, Refusal):
         return read
@@ -245,7 +245,7 @@ def einsum_steps(call: OpCall) -> list[ContractionStep] | Refusal:
 
 
 def contracted_dims(call: OpCall) -> tuple[list[int], list[int]]:
-    """The dimensions of both operands that tensordot sums."""
+    """Returns the dimensions of both operands that tensordot sums."""
     ranks = [len(kind.shape) for kind in call.operands]
     first, second = ([int(d) % rank for d in dims] for dims, rank in zip(_given_dims(call), ranks, strict=True))
     return first, second
@@ -256,7 +256,7 @@ def _given_dims(call: OpCall) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def _tensordot(call: OpCall) -> Labelling | Refusal:
-    """`a… k…, k… b… -> a… b…`; a dimension of one element is broadcast along that of the other operand."""
+    """Cuts `a… k…, k… b… -> a… b…`; a dimension of one element is broadcast along that of the other operand."""
     dims = contracted_dims(call)
     shapes = [kind.shape for kind in call.operands]
     labels: list[list[str | None]] = [[f"{'ab'[i]}{d}" for d in range(len(shape))] for i, shape in enumerate(shapes)]
@@ -270,7 +270,7 @@ def _tensordot(call: OpCall) -> Labelling | Refusal:
 
 
 def _inner(call: OpCall) -> Labelling | Refusal:
-    """`a… k, b… k -> a… b…`; a scalar is multiplied."""
+    """Cuts `a… k, b… k -> a… b…`; a scalar is multiplied."""
     first, second = (len(kind.shape) for kind in call.operands)
     if not first or not second:
         out = call.outputs[0].shape
@@ -285,7 +285,7 @@ def _outer(call: OpCall) -> Labelling | Refusal:
 
 
 def _bilinear(call: OpCall) -> Labelling | Refusal:
-    """`… i, … j, o i j, o -> … o`; with a bias, which is added once, i and j are needed whole."""
+    """Cuts `… i, … j, o i j, o -> … o`; with a bias, which is added once, i and j are needed whole."""
     lead = numbered(len(call.outputs[0].shape) - 1)
     i, j = (None, None) if "bias" in call.names else ("i", "j")
     labels: dict[str, Labels] = {"input1": (*lead, i), "input2": (*lead, j), "weight": ("o", i, j), "bias": ("o",)}
@@ -294,7 +294,7 @@ def _bilinear(call: OpCall) -> Labelling | Refusal:
 
 
 def contraction_rules() -> dict[str, Rule]:
-    """Rules by `aten` overload name."""
+    """Returns rules by `aten` overload name."""
     either = (("self",), ("other",))
     return by_overload(
         {

@@ -47,11 +47,11 @@ class OpCall:
     rows: Size | None = None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A non-tensor argument."""
+        """Returns a non-tensor argument."""
         return self.arguments.get(name, default)
 
     def position(self, name: str) -> int | None:
-        """Index of the operand of that schema name, None where it was not passed."""
+        """Returns the index of the operand of that schema name; None where it was not passed."""
         return self.names.index(name) if name in self.names else None
 
 
@@ -71,7 +71,7 @@ def _is_tensor(value: Any) -> bool:
 def bind_arguments(node: fx.Node) -> dict[str, Any]:
     """Arguments by name: by schema for operators of torch, by signature for fxpar's, by position elsewhere.
 
-    Given arguments stand in the order of `operands(node)`, defaults behind them.
+    Given arguments stand in the order of `operands(node)`, defaults after them.
     """
     if isinstance(node.target, torch._ops.OpOverload):
         names, defaults = _schema(node.target)
@@ -95,7 +95,7 @@ def _schema(target: torch._ops.OpOverload) -> tuple[Sequence[str], Mapping[str, 
 
 
 def call_of(node: fx.Node, n: int) -> OpCall:
-    """The call a node makes, on an axis of n ranks."""
+    """Returns the call that a node makes, on an axis of n ranks."""
     kinds: list[TensorType] = []
     names: list[str] = []
     plain: dict[str, Any] = {}
@@ -114,7 +114,7 @@ def call_of(node: fx.Node, n: int) -> OpCall:
 
 
 def decides(node: fx.Node) -> bool:
-    """Whether indices that a node finds decide what the forward computes."""
+    """Returns whether indices that a node finds decide what the forward computes."""
     kinds = output_types(node)
     indices = [i for i, kind in enumerate(kinds) if not (kind.is_float or kind.dtype.is_complex)]
     if len(kinds) > 1:

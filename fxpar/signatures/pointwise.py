@@ -18,14 +18,14 @@ from fxpar.signatures.op_call import OpCall, bind_arguments
 
 
 def broadcast(shape: tuple[Size, ...], out: tuple[Size, ...], labels: Labels | None = None) -> Labels:
-    """Labels of an operand that is broadcast to `out`: none where it has size 1 and the output has not."""
+    """Returns labels of an operand that is broadcast to `out`: none where it has size 1 and the output has not."""
     names = labels if labels is not None else numbered(len(out))
     offset = len(out) - len(shape)
     return tuple(names[offset + i] if size != 1 or out[offset + i] == 1 else None for i, size in enumerate(shape))
 
 
 def pointwise_labels(call: OpCall) -> Labelling | Refusal:
-    """`d0 d1 …, … -> d0 d1 …`."""
+    """Cuts `d0 d1 …, … -> d0 d1 …`."""
     out = call.outputs[0].shape
     names = numbered(len(out))
     if any(len(kind.shape) > len(out) for kind in call.operands):
@@ -34,7 +34,7 @@ def pointwise_labels(call: OpCall) -> Labelling | Refusal:
 
 
 def keeps_sums(call: OpCall, placements: Sequence[Placement]) -> Refusal | None:
-    """A cast, of its own or by `dtype`, is not linear from floating point to integers, nor to booleans."""
+    """Refuses to cast summands, also by `dtype`, to booleans or from floating point to integers: it is not linear."""
     source, target = call.operands[0], call.outputs[0]
     if P in placements and (target.dtype == torch.bool or (source.is_float and not target.is_float)):
         return Refusal("a partial (P) value would be cast to integers rank by rank: reduce it first")
@@ -42,7 +42,7 @@ def keeps_sums(call: OpCall, placements: Sequence[Placement]) -> Refusal | None:
 
 
 def _zero_only(name: str) -> Callable[[OpCall, Sequence[Placement]], Refusal | None]:
-    """Filling is linear only with zeros: any other number would be summed over the ranks."""
+    """Refuses to fill summands with any number but zero: it would be summed over the ranks."""
 
     def check(call: OpCall, placements: Sequence[Placement]) -> Refusal | None:
         if P in placements and call.get(name) != 0:
@@ -53,17 +53,17 @@ def _zero_only(name: str) -> Callable[[OpCall, Sequence[Placement]], Refusal | N
 
 
 def same_values(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
-    """The values of the result do not depend on those of the operand: of a sum it is no sum."""
+    """Gives R for summands too: the values of the result do not depend on those of the operand."""
     return (R,) * len(call.outputs) if P in placements else None
 
 
 def _each_for_itself(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
-    """Every result is its own operand: a sum where that is one."""
+    """Gives each result the placement of its own operand: a sum where that is one."""
     return tuple(placements) if P in placements and set(placements) <= {P, R} else None
 
 
 def _prelu_labels(call: OpCall) -> Labelling | Refusal:
-    """`n c …, c -> n c …`; a single weight is broadcast."""
+    """Cuts `n c …, c -> n c …`; a single weight is broadcast."""
     labelling = pointwise_labels(call)
     if isinstance(labelling, Refusal):
         return labelling
@@ -115,7 +115,7 @@ _PADDED: Mapping[str, tuple[str, ...]] = {
 
 
 def pointwise_rules() -> dict[str, Rule]:
-    """Rules by `aten` overload name."""
+    """Returns rules by `aten` overload name."""
     by_name = {
         _UNARY: Rule(pointwise_labels),
         _BINARY: Rule(pointwise_labels),
@@ -149,7 +149,7 @@ _RECURRENT = frozenset({"aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_
 
 
 def draws_bits(node: fx.Node) -> bool:
-    """Whether a node calls an operator of torch that PyTorch tags as seeded; not one that is told to drop nothing."""
+    """Returns whether a node calls an operator that PyTorch tags as seeded, and is not told to drop nothing."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
@@ -171,7 +171,7 @@ def _seed(call: OpCall, index: int, placement: Placement) -> Signature | Refusal
 
 
 def random_rules() -> Mapping[str, Rule]:
-    """Rules by `aten` overload name."""
+    """Returns rules by `aten` overload name."""
     return by_overload(
         {
             " ".join(SHAPED): Rule(pointwise_labels, seed=_seed, check=same_values),
@@ -186,19 +186,19 @@ _SELF = (("self",),)
 
 
 def _with_parts(call: OpCall) -> Labelling:
-    """`d… -> d… 2`."""
+    """Cuts `d… -> d… 2`."""
     labels = numbered(len(call.operands[0].shape))
     return Labelling((labels,), ((*labels, None),))
 
 
 def _of_parts(call: OpCall) -> Labelling:
-    """`d… 2 -> d…`."""
+    """Cuts `d… 2 -> d…`."""
     labels = numbered(len(call.outputs[0].shape))
     return Labelling(((*labels, None),), (labels,))
 
 
 def complex_rules() -> dict[str, Rule]:
-    """Rules by `aten` overload name."""
+    """Returns rules by `aten` overload name."""
     return by_overload(
         {
             # Of polar PyTorch's gradient divides by a positive `abs`, and summands may be negative.

@@ -32,7 +32,7 @@ def _reduction(summed: bool) -> Callable[[OpCall], Labelling | Refusal]:
 
 
 def _norm(normalized: Callable[[OpCall], int]) -> Callable[[OpCall], Labelling | Refusal]:
-    """Leading dimensions can be sharded; the normalised ones and their weights are needed whole."""
+    """Cuts leading dimensions; the normalised ones and their weights are needed whole."""
 
     def labels(call: OpCall) -> Labelling | Refusal:
         rank = len(call.operands[0].shape)
@@ -45,13 +45,13 @@ def _norm(normalized: Callable[[OpCall], int]) -> Callable[[OpCall], Labelling |
 
 
 def _batch_norm(call: OpCall) -> Labelling | Refusal:
-    """`_ c …, c, c -> _ c …, c, c`: channels are apart, and everything else is counted."""
+    """Cuts `_ c …, c, c -> _ c …, c, c`: channels are apart, and everything else is counted."""
     full: Labels = tuple("c" if i == 1 else None for i in range(len(call.operands[0].shape)))
     return Labelling((full, *(("c",) for _ in call.operands[1:])), (full, ("c",), ("c",)))
 
 
 def norm_of_summands(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
-    """The result is linear in weight and bias together, and the statistics do not depend on them."""
+    """Gives P for the result, linear in weight and bias together, on which the statistics do not depend."""
     affine = [p for name, p in zip(call.names, placements, strict=True) if name in ("weight", "bias")]
     others = [p for name, p in zip(call.names, placements, strict=True) if name not in ("weight", "bias")]
     if set(affine) != {P} or any(p != R for p in others):
@@ -60,14 +60,14 @@ def norm_of_summands(call: OpCall, placements: Sequence[Placement]) -> tuple[Pla
 
 
 def _weight_norm(call: OpCall) -> Labelling | Refusal:
-    """`v, g -> v * g / |v|`: the dimension that keeps its norms (-1: there is one norm of all) can be sharded."""
+    """Cuts `v, g -> v * g / |v|` along the dimension that keeps its norms (-1: there is one norm of all)."""
     dim = call.get("dim", 0)
     labels = [tuple("d" if i == dim else None for i in range(len(kind.shape))) for kind in call.operands]
     return Labelling(tuple(labels), (labels[0],))
 
 
 def _loss(call: OpCall) -> Labelling | Refusal:
-    """`n _, n -> n` (reduction none) or a sum over n; a mean divides by a count that no rank knows alone.
+    """Cuts `n _, n -> n` (reduction none) or a sum over n; a mean divides by a count that no rank knows alone.
 
     Of probabilities in place of classes `n _, n _ -> n`.
     """
@@ -86,7 +86,7 @@ def _loss(call: OpCall) -> Labelling | Refusal:
 
 
 def _row_loss(call: OpCall) -> Labelling | Refusal:
-    """`n _, n … -> n` (reduction none) or a sum over n: margins between the classes of a row."""
+    """Cuts `n _, n … -> n` (reduction none) or a sum over n: margins are between the classes of a row."""
     if len(call.operands[0].shape) != 2:
         return Refusal("a loss without a batch dimension needs whole operands")
     how = call.get("reduction", 1)
@@ -98,7 +98,7 @@ def _row_loss(call: OpCall) -> Labelling | Refusal:
 
 
 def _pointwise_loss(call: OpCall) -> Labelling | Refusal:
-    """Element by element, with weights that may be broadcast: all elements, or their sum."""
+    """Cuts element by element, with weights that may be broadcast: all elements, or their sum."""
     shape = call.operands[0].shape
     labels = numbered(len(shape))
     how = call.get("reduction", 1)
@@ -117,13 +117,13 @@ def _no_partial_target(call: OpCall, placements: Sequence[Placement]) -> Refusal
 
 
 def _no_partial_value(call: OpCall, placements: Sequence[Placement]) -> Refusal | None:
-    """As `_no_partial_target`, of a loss that is linear in what weighs its elements."""
+    """Does as `_no_partial_target`, of a loss that is linear in what weighs its elements."""
     values = [p for name, p in zip(call.names, placements, strict=True) if name != "weight"]
     return _no_partial_target(call, values)
 
 
 def _counted(call: OpCall) -> Labelling | Refusal:
-    """A histogram between two given bounds: counts of each rank's elements are summands."""
+    """Counts in a histogram between two given bounds: counts of each rank's elements are summands."""
     if call.get("min", 0) == call.get("max", 0):
         return Refusal("the bounds are the least and the largest of all elements")
     labels = numbered(len(call.operands[0].shape))
@@ -139,7 +139,7 @@ median nanmedian.dim nanmedian mode kthvalue
 
 
 def reduction_rules() -> dict[str, Rule]:
-    """Rules by `aten` overload name."""
+    """Returns rules by `aten` overload name."""
     normalized = _norm(lambda call: len(call.get("normalized_shape")))
     return by_overload(
         {

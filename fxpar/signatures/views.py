@@ -32,7 +32,7 @@ _END = 2**62
 
 
 def wrap(dim: int, rank: int) -> int:
-    """The dimension, counted from the front."""
+    """Counts the dimension from the front."""
     return dim + rank if dim < 0 else dim
 
 
@@ -45,7 +45,7 @@ def _view(call: OpCall, index: int, placement: Placement) -> Signature | Refusal
 
 
 def _squeeze(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
-    """As a view, but a rank removes each named dimension of which one element is left to it."""
+    """Cuts as a view does, but a rank removes each named dimension of which one element is left to it."""
     rank = len(call.operands[0].shape)
     dims = call.get("dim", list(range(rank)))
     named = [wrap(d, rank) for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
@@ -72,20 +72,20 @@ def _permute(call: OpCall) -> Labelling | Refusal:
 
 
 def _without_dim(call: OpCall) -> Labelling | Refusal:
-    """`dim` is removed from the result (select)."""
+    """Removes `dim` from the result (select)."""
     labels = numbered(len(call.operands[0].shape), call.get("dim", 0))
     return Labelling((labels,), (tuple(label for label in labels if label is not None),) * len(call.outputs))
 
 
 def _select(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
-    """A rank holds some of what is taken one by one: the cut is torn."""
+    """Refuses a cut of what is taken one by one: a rank holds some of it, and the cut is torn."""
     if placement.dim == wrap(call.get("dim", 0), len(call.operands[0].shape)):
         return Refusal(f"one element of dimension {placement.dim} is taken, and {placement} cuts it", structural=True)
     return seed_signature(Rule(_without_dim, _SELF, padding=("self",)), call, index, placement)
 
 
 def along(call: OpCall) -> Labelling | Refusal:
-    """All operands are aligned with the results and broadcast to them; `dim` or `dims` are whole, of `[]` all.
+    """Aligns all operands with the results and broadcasts them; `dim` or `dims` are whole, of `[]` all.
 
     A dimension that runs may have another size in each of them.
     """
@@ -103,7 +103,7 @@ def _expand(call: OpCall) -> Labelling | Refusal:
 
 
 def _repeat(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
-    """A dimension that is repeated k times has its pieces k times."""
+    """Repeats the pieces of a dimension k times, as the dimension is."""
     out, shape = call.outputs[0].shape, call.operands[0].shape
     dim = len(out) - len(shape) + placement.dim
     times, piece = divide(out[dim], shape[placement.dim]), placement.piece
@@ -120,7 +120,7 @@ def _repeat(call: OpCall, index: int, placement: Placement) -> Signature | Refus
 
 
 def slice_bounds(call: OpCall, size: Size) -> tuple[Size, Size]:
-    """Start and end of a slice of a dimension of `size` elements, counted from its front."""
+    """Returns start and end of a slice of a dimension of `size` elements, counted from its front."""
     start, end = call.get("start") or 0, call.get("end")
 
     def clamp(value: Size) -> Size:
@@ -190,7 +190,7 @@ def _cat_dim(call: OpCall) -> int:
 
 
 def _cat(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
-    """Along another dimension the cut passes; along the same one every part must be cut, the pieces join."""
+    """Passes a cut of another dimension on; along the same one every part must be cut, and the pieces join."""
     dim = _cat_dim(call)
     source = call.operands[index].shape[placement.dim]
     ins: list[Placement] = []
@@ -237,7 +237,7 @@ def _stack(call: OpCall) -> Labelling | Refusal:
 
 
 def _pad(call: OpCall) -> Labelling | Refusal:
-    """A dimension that is padded needs its ends."""
+    """Keeps a dimension whole that is padded, which needs its ends."""
     pad = call.get("pad")
     ends = (-1 - i for i in range(len(pad) // 2) if tuple(pad[2 * i : 2 * i + 2]) != (0, 0))
     labels = numbered(len(call.operands[0].shape), *ends)
@@ -245,14 +245,14 @@ def _pad(call: OpCall) -> Labelling | Refusal:
 
 
 def _pad_with_zeros(call: OpCall, placements: Sequence[Placement]) -> Refusal | None:
-    """Padding is linear unless it is with a number."""
+    """Refuses to pad summands with a number other than zero: all other padding is linear."""
     if P in placements and call.get("mode", "constant") == "constant" and call.get("value") not in (None, 0):
         return Refusal("padding of a partial (P) value would be added by every rank: reduce it first")
     return None
 
 
 def _scatter(call: OpCall) -> Labelling | Refusal:
-    """A part of `dim`, or one element of it, is put in place of what is there: it cannot be sharded."""
+    """Keeps `dim` whole, of which a part, or one element, is put in place of what is there."""
     whole = numbered(len(call.operands[0].shape))
     dim = wrap(call.get("dim", 0), len(whole))
     is_slice = call.target is torch.ops.aten.slice_scatter.default
@@ -276,7 +276,7 @@ def mixed(count: int) -> Callable[[OpCall], Labelling | Refusal]:
 
 
 def _made(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
-    """A tensor made in the shape of none of its operands: they serve for element type and device alone."""
+    """Gives R for a tensor in the shape of none of its operands: they serve for element type and device alone."""
     return Signature((placement,), (R,))
 
 
@@ -285,7 +285,7 @@ def _made_anyway(call: OpCall, placements: Sequence[Placement]) -> tuple[Placeme
 
 
 def view_rules() -> dict[str, Rule]:
-    """Rules by `aten` overload name."""
+    """Returns rules by `aten` overload name."""
     padded = ("self",)
     return by_overload(
         {
