@@ -51,7 +51,7 @@ _SHORT = (torch.float16, torch.bfloat16)
 
 
 def spread(element: Element, shape: Sequence[Size], onto: Sequence[Size]) -> Element:
-    """The elements of a tensor of one shape, broadcast to another.
+    """Broadcasts the elements of a tensor of one shape to another.
 
     Raises:
         UnknownElements: the shapes do not broadcast for every size.
@@ -64,7 +64,7 @@ def spread(element: Element, shape: Sequence[Size], onto: Sequence[Size]) -> Ele
 
 
 def normal(element: Element, shape: Sequence[Size]) -> Element:
-    """With 0 for the index of each dimension of size 1."""
+    """Puts 0 for the index of each dimension of size 1."""
     element = element.replaced({index(dim): 0 for dim, size in enumerate(shape) if size == 1})
     if isinstance(element, Predicate):
         return normal_form(element.clauses, shape)
@@ -81,23 +81,23 @@ class ElementCall:
 
     @property
     def shape(self) -> tuple[Size, ...]:
-        """The result's."""
+        """Returns the result's shape."""
         return self.kind.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """The result's."""
+        """Returns the result's element type."""
         return self.kind.dtype
 
     def own(self, name: str = "self") -> tuple[Element, TensorType]:
-        """A tensor operand in its own indices, with its type."""
+        """Returns a tensor operand in its own indices, with its type."""
         value = self.given.get(name)
         if not isinstance(value, fx.Node) or value not in self.found:
             raise UnknownElements
         return self.found[value], tensor_type(value)
 
     def element(self, name: str) -> Element:
-        """A tensor operand broadcast to the result, or a number."""
+        """Returns a tensor operand broadcast to the result, or a number."""
         value = self.given.get(name)
         if isinstance(value, (bool, int, float)):
             return (TRUE if value else FALSE) if isinstance(value, bool) else constant(value)
@@ -118,7 +118,7 @@ class ElementCall:
         return as_predicate(self.element(name), self.shape)
 
     def size(self, name: str, default: Size | None = None) -> Size:
-        """An argument that is a size or a position."""
+        """Returns an argument that is a size or a position."""
         value = self.given.get(name)
         value = default if value is None else value
         kind = note(value).type if isinstance(value, fx.Node) else None
@@ -129,7 +129,7 @@ class ElementCall:
         return value
 
     def dim(self, name: str, rank: int) -> int:
-        """An argument that names a dimension, from the start."""
+        """Returns an argument that names a dimension, counted from the start."""
         value = self.given.get(name)
         if type(value) is not int or not -rank <= value < max(rank, 1):
             raise UnknownElements
@@ -137,12 +137,12 @@ class ElementCall:
 
 
 def converted(numbers: Numbers, dtype: torch.dtype, shape: Sequence[Size]) -> Numbers:
-    """The numbers as elements of another type."""
+    """Returns the numbers as elements of another type."""
     return gathered([(condition, rounded(leaf, dtype)) for condition, leaf in numbers.cases], shape)
 
 
 def exactly(numbers: Numbers, dtype: torch.dtype, shape: Sequence[Size]) -> Numbers:
-    """The numbers in a type that changes none of them.
+    """Returns the numbers in a type that changes none of them.
 
     Raises:
         UnknownElements: it changes one. In which order torch rounds and computes is left open.
@@ -154,7 +154,7 @@ def exactly(numbers: Numbers, dtype: torch.dtype, shape: Sequence[Size]) -> Numb
 
 
 def filled(value: Any, dtype: torch.dtype) -> Element:
-    """The same literal everywhere, in a tensor of that type."""
+    """Puts the same literal everywhere, in a tensor of that type."""
     if not isinstance(value, (bool, int, float)):
         raise UnknownElements
     if dtype == torch.bool:
@@ -223,7 +223,7 @@ def _transposed(call: ElementCall) -> Element:
 
 
 def _from_start(position: Size, length: Size) -> Size:
-    """A position that may count from the end, from the start."""
+    """Counts a position from the start that may count from the end."""
     if never_negative(position, ()):
         return position
     if never_negative(simplify(-position - 1), ()) and never_negative(simplify(position + length), ()):
@@ -232,7 +232,7 @@ def _from_start(position: Size, length: Size) -> Size:
 
 
 def _sliced(call: ElementCall) -> Element:
-    """A start behind the end leaves no element; one before the first would be moved, and is not accepted."""
+    """Slices: a start after the end leaves no element; one before the first would be moved, and is not accepted."""
     element, kind = call.own()
     dim = call.dim("dim", len(kind.shape))
     start = _from_start(call.size("start", 0), kind.shape[dim])
@@ -248,7 +248,7 @@ def _selected(call: ElementCall) -> Element:
 
 
 def _indexed(call: ElementCall) -> Element:
-    """Integer tensors for all leading dimensions, each proved to lie inside its dimension."""
+    """Indexes all leading dimensions with integer tensors, each proved to lie inside its dimension."""
     element, kind = call.own()
     tensors = call.given["indices"]
     if any(not isinstance(t, fx.Node) or t not in call.found for t in tensors):
@@ -268,7 +268,7 @@ def _indexed(call: ElementCall) -> Element:
 
 
 def _triangle(sign: int) -> Callable[[ElementCall], Element]:
-    """tril (sign 1) keeps `col - row <= diagonal`, triu (sign -1) `col - row >= diagonal`."""
+    """Keeps `col - row <= diagonal` for tril (sign 1), `col - row >= diagonal` for triu (sign -1)."""
 
     def operation(call: ElementCall) -> Element:
         rows, cols = index(len(call.shape) - 2), index(len(call.shape) - 1)
@@ -301,7 +301,7 @@ SHAPING: Mapping[str, Callable[[ElementCall], Element]] = {
 
 
 def elements(program: Program | None, nodes: Iterable[fx.Node]) -> dict[fx.Node, Element]:
-    """What is known of the nodes' elements, by node; `nodes` are in graph order and complete with their operands.
+    """Returns what is known of the nodes' elements, by node; `nodes` are in graph order, with all their operands.
 
     Inputs, parameters and buffers are unknown, and so is all that depends on their values. A program's constants are
     known where they have one value everywhere; without a program there are none.
@@ -321,7 +321,7 @@ def elements(program: Program | None, nodes: Iterable[fx.Node]) -> dict[fx.Node,
 
 
 def broadcast(element: Element, shape: Sequence[Size], onto: Sequence[Size]) -> Element | None:
-    """The elements of a tensor of one shape, broadcast to another; None if it is not certain that they can be."""
+    """Broadcasts the elements of a tensor of one shape to another; None if it is not certain that they can be."""
     try:
         return spread(element, shape, onto)
     except UnknownElements:
@@ -353,7 +353,7 @@ def _called(node: fx.Node, known: Mapping[fx.Node, Element]) -> Element:
 
 
 def _cumulated(call: ElementCall) -> Element:
-    """Of the same integer in the whole dimension: its multiples."""
+    """Returns the multiples of an integer that is the same in the whole dimension."""
     element, kind = call.own()
     dim = call.dim("dim", len(kind.shape))
     if index(dim) in element.indices or call.dtype.is_floating_point or not kind.shape:
@@ -363,7 +363,7 @@ def _cumulated(call: ElementCall) -> Element:
 
 
 def _difference(call: ElementCall) -> Element:
-    """`x[i] - x[i - 1]`, before the first element `x[0] - prepended`."""
+    """Computes `x[i] - x[i - 1]`, before the first element `x[0] - prepended`."""
     element, kind = call.own()
     dim = call.dim("dim", len(kind.shape))
     if call.given["n"] != 1 or call.given.get("append") is not None or not isinstance(element, Numbers):
@@ -394,7 +394,7 @@ def _negative(call: ElementCall) -> Element:
 
 
 def _compared(call: ElementCall, holds: Callable[[Leaf, Leaf], Predicate]) -> Predicate:
-    """Both operands in the type in which torch compares them; a number takes that of the tensor."""
+    """Compares both operands in the type in which torch does; a number takes that of the tensor."""
     kinds = {tensor_type(v).dtype for v in (call.given["self"], call.given["other"]) if _is_tensor(v)}
     floats = {kind for kind in kinds if kind.is_floating_point}
     if len(floats) > 1:
@@ -421,7 +421,7 @@ def _comparison(of: str) -> Callable[[ElementCall], Element]:
 
 
 def _strict(of: str) -> Callable[[ElementCall], Element]:
-    """`a < b` where not `a >= b`: of numbers that are not nan."""
+    """Takes `a < b` to hold where `a >= b` does not: of numbers that are not nan."""
 
     def operation(call: ElementCall) -> Element:
         for name in ("self", "other"):
@@ -436,7 +436,7 @@ def _strict(of: str) -> Callable[[ElementCall], Element]:
 def _joined(
     join: Callable[[Predicate, Predicate, Sequence[Size]], Predicate], bits: bool
 ) -> Callable[[ElementCall], Element]:
-    """Logic of booleans; bitwise operators are that for booleans alone."""
+    """Joins booleans by logic; bitwise operators are that for booleans alone."""
 
     def operation(call: ElementCall) -> Element:
         if bits and call.dtype != torch.bool:
@@ -468,7 +468,7 @@ def _chosen(condition: str, yes: str, no: str) -> Callable[[ElementCall], Elemen
 
 
 def _everywhere(call: ElementCall) -> Element:
-    """`all` and `any` of what is the same everywhere, and not empty."""
+    """Answers `all` and `any` of what is the same everywhere, and not empty."""
     element, kind = call.own()
     predicate = as_predicate(element, kind.shape)
     is_there = all(never_negative(simplify(size - 1), ()) for size in kind.shape)

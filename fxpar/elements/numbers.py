@@ -30,22 +30,22 @@ class UnknownElements(Exception):
 
 @cache
 def index(dim: int) -> sympy.Symbol:
-    """An element's index in dimension `dim`."""
+    """Returns an element's index in dimension `dim`."""
     return sympy.Symbol(f"{_MARK}{dim}", integer=True, nonnegative=True)
 
 
 def indices(size: Size) -> set[sympy.Symbol]:
-    """The indices that occur."""
+    """Returns the indices that occur."""
     return set() if isinstance(size, int) else {s for s in size.free_symbols if s.name.startswith(_MARK)}
 
 
 def replaced(size: Size, values: Mapping[sympy.Symbol, Size]) -> Size:
-    """The expression with other expressions for its indices."""
+    """Puts other expressions in the place of the expression's indices."""
     return size if isinstance(size, int) else simplify(size.subs(values, simultaneous=True))
 
 
 def exact(size: Size) -> Size:
-    """The expression, if 64-bit arithmetic computes it without overflow and it is an integer.
+    """Returns the expression, if 64-bit arithmetic computes it without overflow and it is an integer.
 
     Raises:
         UnknownElements: neither is certain.
@@ -62,7 +62,7 @@ def exact(size: Size) -> Size:
 
 @lru_cache(maxsize=65536)
 def never_negative(size: Size, shape: Sequence[Size]) -> bool:
-    """Whether the expression is proved to be at least 0 for each element of a tensor of this shape, for all sizes.
+    """Returns whether the expression is proved to be at least 0 for each element of this shape, for all sizes.
 
     Each index is set to the end of its range at which the expression is smallest; what remains is a polynomial in
     the sizes, and is no sum of negative terms when written in `size - 1`.
@@ -109,11 +109,11 @@ class Predicate:
 
     @property
     def indices(self) -> set[sympy.Symbol]:
-        """The indices it depends on."""
+        """Returns the indices it depends on."""
         return {i for clause in self.clauses for size in clause for i in indices(size)}
 
     def replaced(self, values: Mapping[sympy.Symbol, Size]) -> Predicate:
-        """With other expressions for its indices."""
+        """Puts other expressions in the place of its indices."""
         return Predicate(frozenset(frozenset(replaced(s, values) for s in clause) for clause in self.clauses))
 
 
@@ -121,22 +121,22 @@ TRUE, FALSE = Predicate(frozenset([frozenset()])), Predicate(frozenset())
 
 
 def at_least_zero(size: Size, shape: Sequence[Size]) -> Predicate:
-    """True where the expression is at least 0."""
+    """Holds where the expression is at least 0."""
     return normal_form([frozenset([simplify(size)])], shape)
 
 
 def both(a: Predicate, b: Predicate, shape: Sequence[Size]) -> Predicate:
-    """The conjunction, over tensors of one shape."""
+    """Returns the conjunction, over tensors of one shape."""
     return normal_form([x | y for x, y in product(a.clauses, b.clauses)], shape)
 
 
 def either(a: Predicate, b: Predicate, shape: Sequence[Size]) -> Predicate:
-    """The disjunction, over tensors of one shape."""
+    """Returns the disjunction, over tensors of one shape."""
     return normal_form([*a.clauses, *b.clauses], shape)
 
 
 def negated(a: Predicate, shape: Sequence[Size]) -> Predicate:
-    """The negation: of integers, `e >= 0` fails where `-e - 1 >= 0`."""
+    """Returns the negation: of integers, `e >= 0` fails where `-e - 1 >= 0`."""
     negation = TRUE
     for clause in a.clauses:
         negation = both(negation, normal_form([frozenset([simplify(-size - 1)]) for size in clause], shape), shape)
@@ -144,7 +144,7 @@ def negated(a: Predicate, shape: Sequence[Size]) -> Predicate:
 
 
 def normal_form(clauses: Iterable[Clause], shape: Sequence[Size]) -> Predicate:
-    """The same elements in fewer words: without what is always or never true, or follows from the rest.
+    """Names the same elements in fewer words: without what is always or never true, or follows from the rest.
 
     Raises:
         UnknownElements: the formula is too long.
@@ -166,7 +166,7 @@ def normal_form(clauses: Iterable[Clause], shape: Sequence[Size]) -> Predicate:
 
 
 def _shortened(clause: Clause, shape: tuple[Size, ...]) -> Clause | None:
-    """The clause without what follows from the rest of it; None where it is never true."""
+    """Returns the clause without what follows from the rest of it; None where it is never true."""
     open_ = [size for size in sorted(clause, key=str) if not never_negative(size, shape)]
     pairs = combinations(open_, 2)
     if any(never_negative(simplify(-a - 1), shape) for a in open_):
@@ -185,7 +185,7 @@ def _implies(a: Clause, b: Clause, shape: tuple[Size, ...]) -> bool:
 
 
 def _cover(a: Size, b: Size, shape: tuple[Size, ...]) -> bool:
-    """Whether one of both is at least 0 everywhere: else both were at most -1, and their sum at most -2."""
+    """Returns whether one of both is at least 0 everywhere: else both were at most -1, and their sum at most -2."""
     return never_negative(simplify(a + b + 1), shape)
 
 
@@ -202,12 +202,12 @@ class Numbers:
 
     @property
     def indices(self) -> set[sympy.Symbol]:
-        """The indices it depends on."""
+        """Returns the indices it depends on."""
         leaf_indices = {i for _, leaf in self.cases if not isinstance(leaf, float) for i in indices(leaf)}
         return leaf_indices.union(*(condition.indices for condition, _ in self.cases))
 
     def replaced(self, values: Mapping[sympy.Symbol, Size]) -> Numbers:
-        """With other expressions for its indices."""
+        """Puts other expressions in the place of its indices."""
         return Numbers(
             tuple((c.replaced(values), x if isinstance(x, float) else replaced(x, values)) for c, x in self.cases)
         )
@@ -217,12 +217,12 @@ Element: TypeAlias = Predicate | Numbers
 
 
 def constant(leaf: Leaf) -> Numbers:
-    """The same number everywhere."""
+    """Returns the same number everywhere."""
     return Numbers(((TRUE, leaf),))
 
 
 def gathered(cases: Iterable[tuple[Predicate, Leaf]], shape: Sequence[Size]) -> Numbers:
-    """The cases, those of equal values joined and the impossible left out."""
+    """Joins the cases of equal values, and leaves out the impossible ones."""
     joined: dict[tuple[bool, str], tuple[Predicate, Leaf]] = {}
     for condition, leaf in cases:
         if condition == FALSE:
@@ -236,13 +236,13 @@ def gathered(cases: Iterable[tuple[Predicate, Leaf]], shape: Sequence[Size]) -> 
 def combined(
     function: Callable[[Leaf, Leaf], Leaf], a: Numbers, b: Numbers, dtype: torch.dtype, shape: Sequence[Size]
 ) -> Numbers:
-    """A function of two numbers, element by element, rounded to the type of the result."""
+    """Applies a function to two numbers, element by element, and rounds to the type of the result."""
     pairs = [(both(p, q, shape), x, y) for p, x in a.cases for q, y in b.cases]
     return gathered([(c, rounded(function(x, y), dtype)) for c, x, y in pairs if c != FALSE], shape)
 
 
 def rounded(leaf: Leaf, dtype: torch.dtype) -> Leaf:
-    """A value as an element of that type holds it.
+    """Returns a value as an element of that type holds it.
 
     Raises:
         UnknownElements: it is not certain that the type holds it exactly: indices as floating numbers, small integers.
@@ -256,14 +256,14 @@ def rounded(leaf: Leaf, dtype: torch.dtype) -> Leaf:
 
 
 def chosen(condition: Predicate, yes: Numbers, no: Numbers, shape: Sequence[Size]) -> Numbers:
-    """The first number where the condition holds, else the second."""
+    """Takes the first number where the condition holds, else the second."""
     other = negated(condition, shape)
     cases = [(both(condition, c, shape), x) for c, x in yes.cases]
     return gathered([*cases, *((both(other, c, shape), x) for c, x in no.cases)], shape)
 
 
 def where(condition: Callable[[Leaf], Predicate], a: Numbers, shape: Sequence[Size]) -> Predicate:
-    """The elements of whose value the condition is true."""
+    """Holds for the elements of whose value the condition is true."""
     predicate = FALSE
     for case, leaf in a.cases:
         predicate = either(predicate, both(case, condition(leaf), shape), shape)
@@ -271,12 +271,12 @@ def where(condition: Callable[[Leaf], Predicate], a: Numbers, shape: Sequence[Si
 
 
 def is_equal(a: Leaf, b: Leaf, shape: Sequence[Size]) -> Predicate:
-    """Where two values are equal."""
+    """Holds where two values are equal."""
     return both(is_at_most(a, b, shape), is_at_most(b, a, shape), shape)
 
 
 def is_at_most(a: Leaf, b: Leaf, shape: Sequence[Size]) -> Predicate:
-    """Where the first value is at most the second."""
+    """Holds where the first value is at most the second."""
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
         return TRUE if a <= b else FALSE
     if isinstance(a, float) or isinstance(b, float):
