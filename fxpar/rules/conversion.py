@@ -67,7 +67,7 @@ def coerced(node: fx.Node, source: Layout, axes: Mapping[str, int]) -> Layout:
 
 
 def bucketed(node: fx.Node, source: Layout, axes: Mapping[str, int]) -> Layout:
-    """What a bucket makes of one of its parameters: I → R, or of shared blocks that are reduced ones that are not.
+    """Returns what a bucket makes of one of its parameters: I → R, or of reduced shared blocks ones that are not.
 
     Raises:
         LayoutError: it is held in another way, or by several axes in ways that no sum over all of them is of.
@@ -89,7 +89,7 @@ def bucketed(node: fx.Node, source: Layout, axes: Mapping[str, int]) -> Layout:
 
 
 def coalesced(node: fx.Node, source: Layout, axes: Mapping[str, int]) -> Layout:
-    """What one reduction of many makes of one of its gradients: P → R, or the sums of shared blocks.
+    """Returns what one reduction of many makes of one of its gradients: P → R, or the sums of shared blocks.
 
     Raises:
         LayoutError: it is no summand.
@@ -104,7 +104,7 @@ def coalesced(node: fx.Node, source: Layout, axes: Mapping[str, int]) -> Layout:
 
 
 def _check_row(node: fx.Node, source: Placement, target: Placement, axis: str) -> None:
-    """The operator is the row of the table that converts these placements."""
+    """Checks that the operator is the row of the table that converts these placements."""
     row = COERCION_OF[node.target]
     expected = (gradient_coercion if note(node).phase else coercion)(source, target)
     remedy = f"use fxpar.{expected.operator.__name__}[{axis}]" if expected else ""
@@ -125,7 +125,7 @@ def _check_row(node: fx.Node, source: Placement, target: Placement, axis: str) -
 
 
 def _check_joined(node: fx.Node, before: Layout, after: Layout, axes: Mapping[str, int]) -> None:
-    """Over several axes at once a shard must be one run of blocks, in the order of the ranks."""
+    """Checks that a shard over several axes at once is one run of blocks, in the order of the ranks."""
     names = axes_of(node)
     for layout in (before, after):
         if any(layout.on(axis).is_shard for axis in names) and joined_cut(layout, axes, names) is None:
@@ -160,7 +160,7 @@ _LATE = 1e-6  # and that which sends first: what sums a parameter's gradient sta
 def conversions(
     source: Layout, target: Layout, axes: Mapping[str, int], carries: bool, cost: Cost
 ) -> list[Conversion] | None:
-    """The legal coercions from one layout to another that send least, forward and backward; None where there are none.
+    """Finds the legal coercions from one layout to another that send least, forward and backward; None without any.
 
     Args:
         axes: sizes of the mesh axes.
@@ -192,7 +192,7 @@ def _without_gradient(layout: Layout) -> Layout:
 
 
 def _cost(layout: Layout, step: Conversion, axes: Mapping[str, int], cost: Cost) -> float:
-    """What a step sends, in sizes of the value that it is about; more where its axes are slower than the usual ones."""
+    """Returns what a step sends, in sizes of its value; more where its axes are slower than the usual ones."""
     part = cost.bandwidth / cost.on(step.axes).bandwidth
     for axis, placement in layout:
         if axis not in step.axes:
@@ -223,7 +223,7 @@ def _next(layout: Layout, target: Layout, axes: Mapping[str, int]) -> Iterator[C
 
 
 def _recuts(source: Placement, target: Placement) -> bool:
-    """An exchange is between two dimensions: another cut of the same one is taken from the whole."""
+    """Returns whether the same dimension is cut anew, from the whole: an exchange is between two dimensions."""
     is_shared = source.is_shared or target.is_shared
     return source.is_shard and target.is_shard and source.dim == target.dim and not is_shared
 
@@ -233,7 +233,7 @@ def _outside(layout: Layout, axis: str) -> dict[str, Placement]:
 
 
 def _restricted(target: Layout, layout: Layout, axes: Mapping[str, int], axis: str) -> Layout | None:
-    """The target with `axis` listed last, less the cuts of other axes that the layout lacks as yet."""
+    """Returns the target with `axis` listed last, less the cuts of other axes that the layout lacks as yet."""
     missing = [name for name in axes if name != axis and target.on(name).is_shard and not layout.on(name).is_shard]
     behind = innermost(target, axes, missing)
     if behind is None:

@@ -77,7 +77,7 @@ def context_of(
     local: bool = False,
     composite: bool = False,
 ) -> Context:
-    """What the operands of a node of a program are; in the backward nothing carries a gradient, so I and R are one.
+    """Returns what a program's node finds its operands to be; in the backward I and R are one, for lack of gradients.
 
     Args:
         layouts: of each operand's tensors.
@@ -112,7 +112,7 @@ class AxisInference:
 
 
 def steps(node: fx.Node, context: Context) -> Iterator[AxisInference]:
-    """An operation as each axis sees it, from the outermost; ends with the first that refuses.
+    """Yields an operation as each axis sees it, from the outermost; ends with the first that refuses.
 
     Raises:
         LayoutError: the operands' axes nest in different orders, or the arguments do not fit the operator.
@@ -146,7 +146,7 @@ def steps(node: fx.Node, context: Context) -> Iterator[AxisInference]:
 
 
 def target_on(node: fx.Node, axis: str) -> Any:
-    """On an axis that a composite operator does not name it is the operator of torch that it is like."""
+    """Returns a node's target on an axis: where a composite operator does not name it, the one of torch it is like."""
     is_other = axes_of(node) and axis not in axes_of(node)
     return alike(node.target) if is_other else node.target
 
@@ -242,13 +242,13 @@ def _inferred(node: fx.Node, context: Context) -> list[Layout]:
 
 
 def shown(node: fx.Node, placements: Sequence[Placement | Layout]) -> str:
-    """`%x is P, %bias is I`: the operands of a node as they were found."""
+    """Shows the operands of a node as they were found: `%x is P, %bias is I`."""
     names = [o.name for o in operands(node) for _ in output_types(o)]
     return ", ".join(f"%{name} is {item}" for name, item in zip(names, placements, strict=True))
 
 
 def remedy_of(node: fx.Node, context: Context, axis: str, *, exactly: bool = False) -> str:
-    """`insert fxpar.reduce_from[tp](%x)`: the one coercion that makes the node legal, or gives what its note says.
+    """Names the one coercion that makes a node legal, or gives what its note says: `insert fxpar.reduce_from[tp](%x)`.
 
     Empty where there is none, or where the node is a coercion itself.
     """
@@ -291,7 +291,7 @@ def suggest(
     *,
     exactly: bool = False,
 ) -> tuple[int, Coercion, Placement] | None:
-    """Index of the operand, row of the table and target placement; None where no single coercion helps.
+    """Returns index of the operand, row of the table and target placement; None where no single coercion helps.
 
     Args:
         judge: outputs for placements of the operands, written as in notes.
@@ -322,7 +322,7 @@ def suggest(
 def _targets(
     row: Coercion, rule: Rule | None, call: OpCall, placements: Sequence[Placement], index: int
 ) -> Iterator[Placement]:
-    """What a row can make of an operand: the kind itself, or shards that fit the others, then every plain shard."""
+    """Yields what a row can make of an operand: its kind, or shards that fit the others, then every plain shard."""
     if row.target != "S":
         yield Placement(row.target)
         return
@@ -343,7 +343,7 @@ def _targets(
 
 
 def whole_call(call: OpCall, layout: Layout, axes: Mapping[str, int]) -> OpCall | Refusal:
-    """The call with global bounds where it slices a dimension that is cut; else the call itself.
+    """Returns the call with global bounds where it slices a dimension that is cut; else the call itself.
 
     Args:
         call: over global shapes, its bounds those of a rank's part.
@@ -376,7 +376,7 @@ def _is_everything(call: OpCall, dim: int) -> bool:
 
 
 def _whole_bounds(call: OpCall, placement: Placement, size: Size, n: int) -> tuple[int, int] | Refusal:
-    """The bounds of a slice as the axis sees them, for those of what it leaves."""
+    """Returns the bounds of a slice as the axis sees them, for those of what it leaves."""
     part, step = local_size(placement, n), call.get("step", 1)
     bounds = _in_numbers(call, part)
     if bounds is None or not isinstance(size, int) or not isinstance(part, int):
@@ -391,7 +391,7 @@ def _whole_bounds(call: OpCall, placement: Placement, size: Size, n: int) -> tup
 
 
 def _in_numbers(call: OpCall, size: Size) -> tuple[int, int] | None:
-    """The bounds of a slice of a dimension of `size` elements, from its start and end."""
+    """Returns the bounds of a slice of a dimension of `size` elements, from its start and end."""
     start, end = call.get("start"), call.get("end")
     low, high = 0 if start is None else start, size if end is None else end
     if not all(isinstance(value, int) for value in (low, high, size, call.get("step", 1))):
@@ -400,7 +400,7 @@ def _in_numbers(call: OpCall, size: Size) -> tuple[int, int] | None:
 
 
 def peeled_call(call: OpCall, operands: Sequence[Placement], outputs: Sequence[Placement]) -> OpCall:
-    """The call as the axes inside see it, once its axis has cut operands and outputs as given.
+    """Returns the call as the axes inside see it, once its axis has cut operands and outputs as given.
 
     Raises:
         ValueError: a slice tears what the axis cuts, or a size is not divisible.
@@ -432,7 +432,7 @@ def _peeled(kinds: Sequence[TensorType], placements: Sequence[Placement], n: int
 
 
 def global_bounds(pieces: Sequence[Piece], start: int, stop: int, step: int, n: int) -> tuple[int, int] | None:
-    """Global bounds whose `local_bounds` are the given ones; None where there are none."""
+    """Finds global bounds whose `local_bounds` are the given ones; None where there are none."""
     last = _global_position(pieces, stop, n)
     for phase in range(step):
         first = _global_position(pieces, start - phase, n)
@@ -447,7 +447,7 @@ def global_bounds(pieces: Sequence[Piece], start: int, stop: int, step: int, n: 
 
 
 def _global_position(pieces: Sequence[Piece], local: int, n: int) -> int | None:
-    """The position between two runs whose `local_position` is the given one."""
+    """Finds the position between two runs whose `local_position` is the given one."""
     offset = 0
     for piece in pieces:
         length, size = int(piece.length), int(piece.size)

@@ -52,25 +52,25 @@ _RULES: dict[str, Rule] = {
 
 
 def key_of(target: Any) -> str:
-    """Name of an operator in the table: `aten.linear.default`, `fxpar.dropout`."""
+    """Returns the name of an operator in the table: `aten.linear.default`, `fxpar.dropout`."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     return str(target) if isinstance(target, GraphOperator) else getattr(target, "__name__", str(target))
 
 
 def rule_of(target: Any) -> Rule | None:
-    """The operator's rule, None where it has none."""
+    """Returns the operator's rule; None where it has none."""
     record = target if isinstance(target, Operator) else TORCH_OPERATORS.get(target)
     return _RULES.get(key_of(target)) if record is None else record.rule
 
 
 def rule_for(call: OpCall) -> Rule | None:
-    """The rule of a call: its operator's, or that of what the plan's batchwise_ops name."""
+    """Returns the rule of a call: its operator's, or that of what the plan's batchwise_ops name."""
     return rule_of(call.target) if call.rows is None else ROW_WISE
 
 
 def seeded(call: OpCall, index: int, placement: Placement) -> tuple[Signature | Refusal, bool]:
-    """The signature that makes operand `index` a shard as given, and whether it is that of a composite operator."""
+    """Returns the signature that makes operand `index` a shard as given, and whether it is a composite operator's."""
     rule = rule_for(call)
     if rule is None:
         return Refusal("no rule says how the operation treats shards"), False
@@ -110,7 +110,7 @@ def _composite_rule(record: Operator) -> Rule:
 
 
 def rules() -> Mapping[str, Rule]:
-    """All rules by operator name (a copy)."""
+    """Returns all rules by operator name (a copy)."""
     declared = {str(target): record.rule for target, record in TORCH_OPERATORS.items()}
     declared |= {str(record): record.rule for record in OPERATORS.values()}
     return {**_RULES, **{name: rule for name, rule in declared.items() if rule is not None}}
@@ -161,13 +161,13 @@ Answers = dict[Hashable, tuple[Layout, ...]]
 
 
 def question(node: fx.Node) -> Hashable:
-    """The operation, with the types of its operands in their place."""
+    """Returns the operation, with the types of its operands in their place."""
     args = plain((node.args, node.kwargs), lambda operand: note(operand).type if has_note(operand) else None)
     return node.target, args, output_types(node), decides(node)
 
 
 def has_rows(kind: TensorType, rows: Size) -> bool:
-    """Whether dimension 0 is rows of the batch: a multiple of it that does not depend on the batch again."""
+    """Returns whether dimension 0 is rows of the batch: a multiple that does not depend on the batch again."""
     times = divide(kind.shape[0], rows) if kind.shape else None
     return times is not None and names((times,)).isdisjoint(names((rows,)))
 
@@ -195,12 +195,12 @@ ROW_WISE = Rule(seed=_apart)
 
 
 def name_of(node: fx.Node) -> str:
-    """What `batchwise_ops` calls the operator of a node: its name in the text form, or an autograd function's path."""
+    """Returns what `batchwise_ops` calls an operator: its name in the text form, or an autograd function's path."""
     return str(node.kwargs.get("path")) if node.target is function else key_of(node.target)
 
 
 def lacks_rule(node: fx.Node) -> bool:
-    """Whether no rule says what an operation does to parts of its operands: it could be declared row-wise."""
+    """Returns whether no rule says what an operation does to parts of its operands: it could be declared row-wise."""
     if node.op != "call_function" or not operands(node) or not output_types(node):
         return False
     if isinstance(node.target, Operator):
@@ -221,11 +221,11 @@ class RowWise:
     rows: Mapping[str, Size] = field(default_factory=dict)
 
     def of(self, node: fx.Node, axis: str) -> Size | None:
-        """The number of rows that a node computes apart on an axis; None where nothing declares that it does."""
+        """Returns the number of rows that a node computes apart on an axis; None where nothing declares it."""
         return self.rows[axis] if axis in self.rows and self.names(node) else None
 
     def names(self, node: fx.Node) -> bool:
-        """Whether a glob declares the operator of a node, which no rule knows."""
+        """Returns whether a glob declares the operator of a node, which no rule knows."""
         # The proof that a function is element-wise takes longest, and few plans have globs.
         return node.op == "call_function" and any(_matches(node, glob) for glob in self.globs) and lacks_rule(node)
 
@@ -235,7 +235,7 @@ def _matches(node: fx.Node, glob: str) -> bool:
 
 
 def check_declared(program: Program) -> None:
-    """Every glob of the plan's `batchwise_ops` names an operator that no rule knows.
+    """Checks that every glob of the plan's `batchwise_ops` names an operator that no rule knows.
 
     Raises:
         PlanError: one names none.
