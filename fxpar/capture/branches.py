@@ -235,7 +235,7 @@ class _HostNumber:
 
 @contextlib.contextmanager
 def host_numbers() -> Iterator[None]:
-    """While active, `random.random()` and `random.uniform(0, 1)` give numbers that can only be compared."""
+    """Makes `random.random()` and `random.uniform(0, 1)` give numbers that can only be compared, while active."""
     uniform = random.uniform
 
     def between(a: float, b: float) -> float:

@@ -73,7 +73,7 @@ class HookObserver:
         return call
 
     def check(self) -> None:
-        """Called when nothing else holds the tensors of the step.
+        """Refuses hooks that still hold tensors of the step; called when nothing else holds them.
 
         Raises:
             CaptureError: a hook does.

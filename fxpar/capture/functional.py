@@ -202,7 +202,7 @@ def _by_batch(call: _NormEmitter) -> fx.Node:
 
 
 def _by_constants(call: _NormEmitter) -> fx.Node:
-    """With the statistics that are kept: a product and a sum for each channel."""
+    """Norms with the statistics that are kept: by a product and a sum for each channel."""
     x = call.cast(call.x, _value(call.mean).dtype)
     return call.scaled(call(aten.sub.Tensor, x, call.along(call.mean)), call.variance)
 

@@ -88,7 +88,7 @@ def _check_memory(model: nn.Module) -> None:
 
 
 def _check_modes() -> None:
-    """Autocast around a trace would cast in the trace and not where the model runs."""
+    """Refuses autocast around a trace, which would cast in the trace and not where the model runs."""
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             raise CaptureError(

@@ -177,7 +177,7 @@ class Reads:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """While active, reads are noted."""
+        """Notes reads, while active."""
         classes = {type(module) for module in self.modules.values() if not is_of_torch(type(module))}
         with patches.attribute_reads(classes, self._see):
             yield

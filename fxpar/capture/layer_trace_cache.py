@@ -84,7 +84,7 @@ class Observed:
         return all(copy in done and done[copy] == done.get(first) for copy, first in self.copied.items())
 
     def watching(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """While active, what the layers do is noted."""
+        """Notes what the layers do, while active."""
         if not self.copied:
             return contextlib.nullcontext()
         modules = dict(model.named_modules())

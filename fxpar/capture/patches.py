@@ -149,12 +149,12 @@ def module_hooks(register: Callable[..., Any]) -> Iterator[None]:
 
 
 def plain_distributions() -> Any:
-    """While active, distributions do not check their parameters, which would branch on values."""
+    """Keeps distributions, while active, from checking their parameters, which would branch on values."""
     return mock.patch.object(torch.distributions.Distribution, "_validate_args", False)
 
 
 def draws_stay() -> Any:
-    """While active, draws that nothing uses are no dead code: those behind them would take their bits."""
+    """Keeps draws that nothing uses from being dead code, while active: draws after them would take their bits."""
     original = torch.fx.Node.is_impure
 
     def is_impure(node: torch.fx.Node, *args: Any, **kwargs: Any) -> bool:
@@ -165,7 +165,7 @@ def draws_stay() -> Any:
 
 
 def roots_of_sizes() -> Any:
-    """While active, `math.sqrt` of a size is a number of the trace, as `s ** 0.5` is: by itself it fixes the size."""
+    """Makes `math.sqrt` of a size a number of the trace, as `s ** 0.5` is, while active: by itself it fixes sizes."""
     original = math.sqrt
 
     def sqrt(x: Any, /) -> Any:
@@ -176,7 +176,7 @@ def roots_of_sizes() -> Any:
 
 @contextlib.contextmanager
 def orders_of_products() -> Iterator[None]:
-    """While active, the order in which `einsum` multiplies follows from the sizes of the example.
+    """Takes the order in which `einsum` multiplies from the sizes of the example, while active.
 
     opt_einsum, where it is installed, finds it by comparing sizes: each comparison would fix them.
     """
@@ -199,7 +199,7 @@ def _example(size: Any) -> int:
 
 
 def recurrent_shapes() -> Any:
-    """While active, states of an LSTM have their shape: torch 2.11 has a dimension of 1 more in a trace."""
+    """Gives states of an LSTM their shape, while active: torch 2.11 has a dimension of 1 more in a trace."""
     original: Any = decompositions.one_layer_lstm
 
     def one_layer(*args: Any, **kwargs: Any) -> Any:
@@ -211,7 +211,7 @@ def recurrent_shapes() -> Any:
 
 @contextlib.contextmanager
 def loss_shapes() -> Iterator[None]:
-    """While active, unreduced losses of symbolic sizes have their shape in functional form.
+    """Gives unreduced losses of symbolic sizes their shape in functional form, while active.
 
     torch's rule for `nll_loss` reads the positional `reduction` as its old `size_average`: 0 (none) becomes a sum.
     """
@@ -228,7 +228,7 @@ def loss_shapes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def known_counts() -> Iterator[None]:
-    """While active, `bincount` with a `minlength` gives as many counts, not as many as its values ask for.
+    """Makes `bincount` with a `minlength` give as many counts, while active, not as many as its values ask for.
 
     That no value is larger is for `canonicalize` to find out, which refuses others.
     """
@@ -248,7 +248,7 @@ def known_counts() -> Iterator[None]:
 
 
 def late_code() -> Any:
-    """While active, the code of a graph module is generated when it is called or read, which few ever are.
+    """Generates the code of a graph module, while active, when it is called or read, which few ever are.
 
     An export changes its graph in many steps, and would print and compile all of it behind each.
     """
@@ -276,7 +276,7 @@ def late_code() -> Any:
 
 @contextlib.contextmanager
 def small_trials() -> Iterator[None]:
-    """While active, fakes that torch makes to try what it remembers of an operator's result have no dimensions.
+    """Makes fakes without dimensions, while active, where torch tries what it remembers of an operator's result.
 
     It makes one as it would out of its memory, asks for its dispatch keys and throws it away. They depend on no size,
     and a tensor of symbolic sizes asks a hundred questions about them when it is made: a fifth of the time of a trace.
@@ -319,7 +319,7 @@ def _has_sizes_of_data(sizes: Any) -> bool:
 
 
 def bindings_where_there_are_any() -> Any:
-    """While active, an export looks which nodes make sizes out of data only where a trace has such sizes."""
+    """Lets an export, while active, look which nodes make sizes out of data only where a trace has some."""
     original = export_trace._replace_unbacked_bindings
 
     def replace(module: fx.GraphModule) -> None:
@@ -334,7 +334,7 @@ def bindings_where_there_are_any() -> Any:
 
 
 def autocast_that_is_off_is_none() -> Any:
-    """While active, regions of `autocast(enabled=False)` are taken out in front of those of gradients.
+    """Takes out regions of `autocast(enabled=False)` in front of those of gradients, while active.
 
     Torch cuts a graph into its regions of gradients, and begins each part in the autocast of the one before: where a
     region without gradients stands inside of one without autocast, its first node is not the one that torch looks for,

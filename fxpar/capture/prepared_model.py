@@ -131,7 +131,7 @@ def _stores(model: nn.Module) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def swapped(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
-    """Other tensors for those of the model, by their identities; back at the end."""
+    """Puts other tensors for those of the model, by their identities; at the end its own are back."""
     originals = [(store, name, value) for store in _stores(model) for name, value in store.items()]
     try:
         for store, name, value in originals:

@@ -510,7 +510,7 @@ def _computed(memo: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def nothing_remembered(model: nn.Module, others: OtherMemos | None = None, plain: bool = False) -> Iterator[None]:
-    """While active, memoised functions compute; at the end everything holds what it held before.
+    """Makes memoised functions compute, while active; at the end everything holds what it held before.
 
     Args:
         others: of the capture; None where nothing runs on fakes.

@@ -50,7 +50,7 @@ class Recorder:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """While active, `autograd.Function.apply` and activation checkpointing leave marks in the trace.
+    """Makes `autograd.Function.apply` and activation checkpointing leave marks in the trace, while active.
 
     A trace runs a function's forward and differentiates what it saw, so that a hand-written backward would be lost.
     Each call is therefore kept as one operator with the function's own name, whether `apply` is looked up now or was
@@ -235,7 +235,7 @@ class UntracedEffectMode(TorchFunctionMode):
 
 @contextlib.contextmanager
 def same_nodes(operands: Sequence[Tensor]) -> Iterator[None]:
-    """While active, tensors that an operator returns as they came keep the node that they had, unless it changes them.
+    """Keeps the node of tensors that an operator returns as they came, while active, unless it changes them.
 
     `x.to(x.dtype)` is `x`. A trace makes the call's node that of every later use; where the call is under `no_grad`,
     what the author computes from `x` behind it would then lose its gradient.

@@ -447,7 +447,7 @@ def _dims(value: Any, offered: Offered) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Tracing logs graphs and warnings about what becomes one error here."""
+    """Silences logs of graphs and warnings, while active, about what becomes one error here."""
     names = ("fx.experimental.symbolic_shapes", "_dynamo", "_subclasses.fake_tensor", "export")
     loggers = [logging.getLogger(f"torch.{name}") for name in names]
     disabled = [logger.disabled for logger in loggers]

@@ -55,7 +55,7 @@ def several(
     operator: Callable[..., Tensor],
     forward: bool,
 ) -> Tensor:
-    """From complex to complex numbers, over several dimensions."""
+    """Transforms complex numbers to complex ones, over several dimensions."""
     dims = _dims(x, s, dim)
     if not _full(x, s, dims):
         return operator(x, s, dim, norm)
@@ -71,7 +71,7 @@ def one(
     operator: Callable[..., Tensor],
     forward: bool,
 ) -> Tensor:
-    """From complex to complex numbers, over one dimension."""
+    """Transforms complex numbers to complex ones, over one dimension."""
     if not _full(x, None if n is None else [n], [dim]):
         return operator(x, n, dim, norm)
     dims = [dim % x.dim()]
@@ -79,14 +79,14 @@ def one(
 
 
 def of_real(x: Tensor, n: Any = None, dim: int = -1, norm: str | None = None) -> Tensor:
-    """From real numbers to the half of their transform that determines the rest."""
+    """Transforms real numbers to the half of their transform that determines the rest."""
     if not _full(x, None if n is None else [n], [dim]):
         return aten.fft_rfft.default(x, n, dim, norm)  # type: ignore[no-any-return]
     return aten._fft_r2c.default(x, [dim % x.dim()], _scale(norm, True), True)  # type: ignore[no-any-return]
 
 
 def to_real(x: Tensor, n: Any = None, dim: int = -1, norm: str | None = None) -> Tensor:
-    """From that half to real numbers, of which there are n."""
+    """Transforms that half back to real numbers, of which there are n."""
     count = 2 * (x.shape[dim] - 1) if n is None else n
     if not statically_known_true(x.shape[dim] == count // 2 + 1):
         return aten.fft_irfft.default(x, n, dim, norm)  # type: ignore[no-any-return]
@@ -209,7 +209,7 @@ def group_norm(
 def multi_margin_loss(
     x: Tensor, target: Tensor, p: float = 1, margin: float = 1, weight: Tensor | None = None, reduction: int = 1
 ) -> Tensor:
-    """Of each row `Σ_i max(0, margin - x[y] + x[i])^p / C` over the classes i other than y, times the weight of y.
+    """Sums for each row `Σ_i max(0, margin - x[y] + x[i])^p / C` over classes i other than y, times the weight of y.
 
     Args:
         x: values of C classes in each row, [n, C] or [C].
@@ -229,7 +229,7 @@ def multi_margin_loss(
 
 
 def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
-    """Of each row `Σ_j Σ_i max(0, 1 - x[y_j] + x[i]) / C` over its classes y_j and all classes i that are none of them.
+    """Sums for each row `Σ_j Σ_i max(0, 1 - x[y_j] + x[i]) / C` over its classes y_j and all other classes i.
 
     Args:
         x: values of C classes in each row, [n, C] or [C].
@@ -247,7 +247,7 @@ def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Ten
 
 
 def _moments(x: Tensor, dim: Any, correction: Any, keepdim: bool) -> tuple[Tensor, Tensor] | None:
-    """Variance and mean over dimensions; None where no size among them is symbolic, which PyTorch differentiates."""
+    """Returns variance and mean over dimensions; None where no size is symbolic, which PyTorch differentiates."""
     dims = [d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)] if dim else list(range(x.dim()))
     sizes: list[Any] = [x.shape[d] for d in dims]
     less: Any = 1 if correction is None else int(correction)
@@ -311,7 +311,7 @@ def unfold(x: Tensor, dimension: int, size: int, step: int) -> Tensor:
 
 
 def _resampled_to(name: str) -> Callable[..., Tensor]:
-    """Resampling by sizes, of symbolic ones by indices: few gradients of PyTorch's own have a function of shapes."""
+    """Resamples by sizes, or by indices if sizes are symbolic: few gradients of PyTorch have a function of shapes."""
     operator = getattr(aten, name).default
 
     def resample(x: Tensor, size: Any, *more: Any, **named: Any) -> Tensor:

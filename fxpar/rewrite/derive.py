@@ -138,7 +138,7 @@ class _DifferentiatedCall:
 
     @property
     def key(self) -> Any:
-        """Equal for calls whose derivatives are; numbers are of the default type."""
+        """Returns what is equal for calls whose derivatives are; numbers are of the default type."""
         arguments = plain((self.args, self.kwargs), _unexpected)
         return self.function, torch.get_default_dtype(), arguments, tuple(self.tangents)
 

@@ -142,7 +142,7 @@ class BackwardEmitter:
     """
 
     def __init__(self, program: Program, flags: dict[fx.Node, tuple[bool, ...]]) -> None:
-        """`flags` are as of `carried`; forward nodes that are made are added."""
+        """Takes `flags` as of `carried`, and adds forward nodes that are made."""
         self.program, self.graph, self.flags = program, program.graph, flags
         self.is_local = Property.LOCAL in program.properties
         self._row_wise, self._answers = declared(program), Answers()

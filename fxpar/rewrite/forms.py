@@ -359,7 +359,7 @@ def _turned(derived: Derived, traced: fx.Node) -> fx.Node | None:
 
 
 def _where(derived: Derived, traced: fx.Node) -> fx.Node | None:
-    """Zero as a number: as a tensor it would be one that every rank adds."""
+    """Writes zero as a number: as a tensor it would be one that every rank adds."""
     condition, first, second = traced.args
     if _is_zero(second):
         args = (derived.value(condition), derived.value(first), 0.0)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In which a sum is taken: half precision ends at 65,504, or has eight bits."""
+    """Returns the type in which a sum is taken: half precision ends at 65,504, or has eight bits."""
     return torch.float32 if dtype in _NARROW else dtype
 
 
@@ -219,7 +219,7 @@ def _mean(c: Counting) -> None:
 
 
 def _moments(c: Counting) -> None:
-    """Variance or deviation over rows, and with them the mean: sums of squares about the mean of all rows."""
+    """Computes variance or deviation over rows, and the mean: sums of squares about the mean of all rows."""
     x = operands(c.node)[0]
     shape, outs = tensor_type(x).shape, output_types(c.node)
     dims = c.given.get("dim")

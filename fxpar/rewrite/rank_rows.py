@@ -247,7 +247,7 @@ def _take_from_own_rows(program: Program, batch: str) -> None:
 
 
 def _replace(program: Program, node: fx.Node, new: fx.Node) -> None:
-    """`new` instead of a node, with its name; what only the node used goes."""
+    """Puts `new` in the place of a node, with its name; what only the node used goes."""
     pending = [node]
     node.replace_all_uses_with(new)
     while pending:
@@ -332,7 +332,7 @@ def _in_order(indexing: _Indexing, order: Sequence[int]) -> fx.Node:
 
 
 def _unsqueezed(indexing: _Indexing, x: fx.Node, dims: Sequence[int]) -> fx.Node:
-    """With dimensions of size 1 at places of the result, in ascending order."""
+    """Adds dimensions of size 1 at places of the result, in ascending order."""
     for dim in dims:
         shape = tensor_type(x).shape
         x = indexing.view("of", aten.unsqueeze.default, x, dim, (*shape[:dim], 1, *shape[dim:]))
