@@ -100,7 +100,7 @@ class RandomEmitter:
         return self.call(aten.neg.default, self.call(aten.log.default, self.uniform()))
 
     def below(self, p: Any) -> fx.Node:
-        """True with probability p, a number or a tensor."""
+        """Draws true with probability p, a number or a tensor."""
         target = aten.lt.Tensor if isinstance(p, fx.Node) else aten.lt.Scalar
         return self.call(target, self.uniform(torch.float32), p, dtype=torch.bool)
 
@@ -167,7 +167,7 @@ def _leaky(draw: RandomEmitter) -> fx.Node:
 
 
 def _choice(draw: RandomEmitter) -> fx.Node:
-    """Without replacement: the first of exponential waiting times, whose rates are the weights."""
+    """Draws without replacement: the first of exponential waiting times, whose rates are the weights."""
     weights, count = draw.detached(draw.given["self"]), draw.given["num_samples"]
     if draw.given["replacement"] and count != 1:
         refuse(draw.node)

@@ -212,7 +212,7 @@ def _multiply_sizes(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _fill_with_zeros(node: fx.Node) -> None:
-    """Strides and memory formats go: a program says nothing of how tensors lie in memory."""
+    """Fills with zeros, without strides and memory formats: a program says nothing of how tensors lie in memory."""
     filled = _EMPTY[node.target]
     accepted = [a.name for a in filled._schema.arguments]
     node.target, node.args = filled, node.args[: 2 if filled is aten.new_zeros.default else 1]
@@ -330,7 +330,7 @@ def _separate_bias(graph: fx.Graph, node: fx.Node, bias: Any, args: Any, target:
 
 
 def _slice_by_constants(program: Program) -> None:
-    """`x[..., [-2], :]` of a fused dimension as a slice: what an index tensor picks no rule knows."""
+    """Turns `x[..., [-2], :]` of a fused dimension into a slice: what an index tensor picks no rule knows."""
     values = {p.node: program.constants[p.fqn] for p in program.parameters if p.kind == "constant"}
     for node in program.graph.nodes:
         entries: Any = node.args[1] if node.target is aten.index.Tensor else ()

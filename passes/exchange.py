@@ -57,7 +57,7 @@ def exchange_over(axes: Collection[str]) -> Pass:
 
 
 def _exchanged(program: Program, axes: Collection[str] | None) -> Program:
-    """For all collectives where `axes` is None."""
+    """Gives collectives over `axes` their buffers; all collectives where it is None."""
     if axes is not None and not axes:
         return program
     whole = inlined(program)

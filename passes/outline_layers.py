@@ -125,7 +125,7 @@ def _kind(node: fx.Node) -> tuple[Hashable, Hashable]:
 
 
 def _until(nodes: Sequence[fx.Node]) -> list[int]:
-    """For each node the last of these that reads it, or itself; -1 for a part of a tuple, which stays with that."""
+    """Finds for each node the last of these that reads it, or itself; -1 for a part of a tuple, which stays with it."""
     position = {node: i for i, node in enumerate(nodes)}
     last = [max((position[user] for user in node.users if user in position), default=i) for node, i in position.items()]
     return [-1 if node.target is operator.getitem else last[i] for i, node in enumerate(nodes)]

@@ -132,7 +132,7 @@ class _Order:
         return list(self._placed)
 
     def _listened(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-        """Collectives and what they need."""
+        """Returns collectives and what they need."""
         listened: set[fx.Node] = set()
         for node in reversed(nodes):
             if node.name in self.seconds.sends or any(user in listened for user in node.users):

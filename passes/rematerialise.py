@@ -94,7 +94,7 @@ def _chosen(program: Program) -> set[fx.Node]:
 
 
 def _random_states(forward: Program) -> frozenset[str]:
-    """Placeholders of the generator's state, which a step makes and keeps for itself."""
+    """Returns placeholders of the generator's state, which a step makes and keeps for itself."""
     draws = [n for n in forward.graph.nodes if isinstance(n.target, Operator) and n.target.draws]
     states = [bind_arguments(node)["rng"] for node in draws]
     return frozenset(state.name for state in states if isinstance(state, fx.Node))
@@ -136,7 +136,7 @@ def _crossing(program: Program, stored: Storages) -> set[fx.Node]:
 def _seconds(
     program: Program, stored: Storages, sent: dict[str, Collective], nodes: set[fx.Node]
 ) -> dict[fx.Node, float]:
-    """In which a rank computes each node once more."""
+    """Estimates the seconds in which a rank computes each node once more."""
     sizes, flops = symbol_sizes(program, None), dict(matmul_flops(program))
     return {
         node: _sending(program, sent[node.name])

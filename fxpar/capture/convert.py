@@ -374,7 +374,7 @@ def _loss_name(program: Program, requested: str | None) -> str:
 
 
 def conditions(traced: Trace, names: Mapping[Any, Any]) -> tuple[Any, ...]:
-    """Relations between the symbols of a program.
+    """Returns relations between the symbols of a program.
 
     Args:
         traced: the trace.

@@ -51,7 +51,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def _check_global_hooks() -> None:
-    """Hooks of all modules of the process: the compiled program runs no modules."""
+    """Refuses hooks of all modules of the process: the compiled program runs no modules."""
     for kind in ("forward", "forward_pre", "backward", "backward_pre"):
         hooks = getattr(torch.nn.modules.module, f"_global_{kind}_hooks")
         for hook in hooks.values():

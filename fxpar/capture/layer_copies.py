@@ -393,7 +393,7 @@ class Copied:
         return stack
 
     def _custom(self, node: fx.Node, around: Surrounding) -> dict[str, Any]:
-        """Annotations of a node's copy."""
+        """Returns the annotations of a node's copy."""
         key, custom = self._region_key, dict(node.meta.get("custom", {}))
         region, before = custom.pop(key, None), self._around.custom.get(key)
         if region != before and (region is None or region <= self._around.regions):

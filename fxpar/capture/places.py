@@ -78,7 +78,7 @@ class Blamed(contextlib.AbstractContextManager[None]):
         self._error = error
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Errors of fxpar and interrupts stay what they are."""
+        """Reports errors with their places; those of fxpar and interrupts stay what they are."""
         if isinstance(error, Exception) and not isinstance(error, FxparError):
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             shown = f": {lines[0][:300]}" if lines else ""

@@ -113,7 +113,7 @@ def trial_run(model: nn.Module, values: Mapping[int, Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_saved_hooks() -> Iterator[None]:
-    """Hooks on saved tensors that the caller has around the call are no part of the model: put aside for a while."""
+    """Puts aside for a while the caller's hooks on saved tensors around the call, no part of the model."""
     autograd, popped = torch._C._autograd, []
     while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:
         popped.append(hooks)

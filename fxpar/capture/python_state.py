@@ -292,7 +292,7 @@ class PythonState:
                 yield from (content for _, content in slots)
 
     def _container(self, value: Any) -> list[Any]:
-        """Contents as they are kept: a class may make something else of them when it is asked."""
+        """Returns contents as they are kept: a class may make something else of them when it is asked."""
         entries = dict(_base(value).items(value)) if isinstance(value, dict) else list(_base(value).__iter__(value))
         self._containers[id(value)] = (value, entries)
         return list(entries.values()) if isinstance(entries, dict) else entries

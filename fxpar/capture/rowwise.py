@@ -94,7 +94,7 @@ class RowTrial:
         return resized if resized.count == count else None
 
     def times(self, source: fx.Node) -> int:
-        """Elements of dimension 0 for each row; 0 where an operand has none."""
+        """Returns how many elements of dimension 0 there are for each row; 0 where an operand has none."""
         kind = tensor_type(source)
         size = divide(kind.shape[0], self.rows) if has_rows(kind, self.rows) else None
         return 0 if size is None else evaluate(size, self.sizes)

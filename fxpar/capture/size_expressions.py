@@ -450,7 +450,7 @@ class _Floats:
         return new
 
     def _filled(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node:
-        """Ones times the number."""
+        """Multiplies ones by the number."""
         kind, name = tensor_type(node), _FILLING[node.target]
         number = self.number(node, arguments[name], _REAL.get(kind.dtype, kind.dtype))
         value = arguments[name]

@@ -204,7 +204,7 @@ class WithLoss(nn.Module):
         self._loss = (loss,)  # in a tuple: a loss that is a module is no part of the model
 
     def forward(self, batch: Any) -> Any:
-        """Outputs and loss for one batch."""
+        """Returns outputs and loss for one batch."""
         args, kwargs = cast_inputs(arguments(self.model, batch, True), self._dtype)
         outputs = self.model(*args, **kwargs)
         loss = self._loss[0](outputs, batch)

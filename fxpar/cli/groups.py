@@ -294,7 +294,7 @@ def _show_stages(stdout: Console, mesh: Mesh) -> None:
 
 
 def _show_grid(stdout: Console, mesh: Mesh, names: list[str]) -> None:
-    """Panels next to each other as far as the terminal is wide."""
+    """Prints panels next to each other as far as the terminal is wide."""
     all_panels = panels(mesh, names)
     if not all_panels:
         stdout.print(Text("every rank is alone: there is no group to draw"))

@@ -335,7 +335,7 @@ def _examples(model: nn.Module, config: Any, samples: int, length: int, has_loss
 
 
 def _vocabulary(config: Any) -> int | None:
-    """Words of the model, or of its part for text."""
+    """Returns how many words the model has, or its part for text."""
     for part in (config, config.get_text_config()):
         if type(size := getattr(part, "vocab_size", None)) is int:
             return size
@@ -364,7 +364,7 @@ def _check_elements(count: int, where: str) -> None:
 
 
 def _tokens(words: int, samples: int, length: int, has_loss: bool, decodes: bool) -> Batch:
-    """Ids and labels, some ignored; a decoder's own sequence is shorter, so that it has a symbol of its own."""
+    """Draws ids and labels, some ignored; a decoder's own sequence is shorter, so that it has a symbol of its own."""
     first = min(_FIRST_PLAIN_TOKEN, words - 1)
     ids = torch.randint(first, words, (samples, length))
     target = torch.randint(first, words, (samples, max(2, 3 * length // 4))) if decodes else ids

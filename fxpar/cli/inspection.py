@@ -81,7 +81,7 @@ def _sides(sides: Sequence[str]) -> tuple[Path, Path]:
 
 
 def _difference(before: Program, after: Program) -> dict[str, Any]:
-    """Nodes of one program only, those whose lines differ, those that stand elsewhere, and other lines."""
+    """Returns nodes of one program only, those whose lines differ, those that stand elsewhere, and other lines."""
     from fxpar.text.printing import print_program
 
     old, new = (_lines(program) for program in (before, after))

@@ -532,7 +532,7 @@ def _modules(report: Report) -> list[Section]:
 
 
 def _alike_layers(modules: Iterable[ModuleMemory]) -> list[ModuleMemory]:
-    """Layers in a row that differ in their number alone as one row."""
+    """Joins layers in a row that differ in their number alone to one row."""
     groups: list[list[ModuleMemory]] = []
     for module in modules:
         pattern = _NUMBER.sub("#", module.module)

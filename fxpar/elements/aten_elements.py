@@ -107,14 +107,14 @@ class ElementCall:
         return spread(element, kind.shape, self.shape)
 
     def numbers(self, name: str) -> Numbers:
-        """As `element`, in the type in which the result is computed: 16 bits are computed in 32."""
+        """Returns what `element` does, in the type in which the result is computed: 16 bits are computed in 32."""
         numbers = as_numbers(self.element(name), self.shape)
         if isinstance(self.given[name], fx.Node):
             return exactly(numbers, self.dtype, self.shape)
         return converted(numbers, torch.float32 if self.dtype in _SHORT else self.dtype, self.shape)
 
     def predicate(self, name: str) -> Predicate:
-        """As `element`, where it is true."""
+        """Holds where what `element` returns is true."""
         return as_predicate(self.element(name), self.shape)
 
     def size(self, name: str, default: Size | None = None) -> Size:
@@ -192,7 +192,7 @@ def _expand(call: ElementCall) -> Element:
 
 
 def _regrouped(call: ElementCall) -> Element:
-    """Views that only add or drop dimensions of size 1; any view of what is the same everywhere."""
+    """Follows views that only add or drop dimensions of size 1, and any view of what is the same everywhere."""
     element, kind = call.own()
     if kind.dtype != call.dtype:  # the bits, as another type
         raise UnknownElements

@@ -285,12 +285,12 @@ def is_at_most(a: Leaf, b: Leaf, shape: Sequence[Size]) -> Predicate:
 
 
 def as_numbers(a: Element, shape: Sequence[Size]) -> Numbers:
-    """Numbers as they are, of booleans 1 and 0."""
+    """Returns numbers as they are, of booleans 1 and 0."""
     return a if isinstance(a, Numbers) else gathered([(a, 1), (negated(a, shape), 0)], shape)
 
 
 def as_predicate(a: Element, shape: Sequence[Size]) -> Predicate:
-    """Booleans as they are, of numbers those that are not 0, nan too."""
+    """Returns booleans as they are, of numbers those that are not 0, nan too."""
     if isinstance(a, Predicate):
         return a
     return negated(where(lambda x: is_equal(x, 0, shape), a, shape), shape)

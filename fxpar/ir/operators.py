@@ -138,7 +138,7 @@ def inner_view(
 def apart_view(
     value: fx.Node, axes: Mapping[str, int], names: Sequence[str], output: int = 0
 ) -> tuple[TensorType, Placement]:
-    """As `inner_view`, where each of the axes cuts a dimension of its own; the placement is that on the first.
+    """Does as `inner_view`, where each of the axes cuts a dimension of its own; the placement is that on the first.
 
     Raises:
         ValueError: others cut across their blocks.
@@ -182,7 +182,7 @@ class GraphOperator:
         return inspect.signature(self.stub)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """FX takes callables alone for targets.
+        """Makes it callable, since FX takes callables alone for targets.
 
         Raises:
             RuntimeError: always.

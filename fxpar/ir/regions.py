@@ -96,7 +96,7 @@ class Region:
         return changed(inner, fqn=fqn, **changes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """FX takes callables alone for targets.
+        """Makes it callable, since FX takes callables alone for targets.
 
         Raises:
             RuntimeError: always.
@@ -189,7 +189,7 @@ def _write_out(graph: fx.Graph, call: fx.Node, region: Region, copies: dict[fx.N
 
 
 def _check_call(call: fx.Node, region: Region) -> None:
-    """Operands, draws and results are those of the region."""
+    """Checks that operands, draws and results are those of the region."""
     operands = region.operands
     if len(call.args) != len(operands):
         raise CheckFailed(

@@ -45,7 +45,7 @@ class StageCut:
 
     @property
     def type(self) -> TensorType:
-        """Of the value."""
+        """Returns the type of the value."""
         return tensor_type(self.node)
 
 
@@ -153,7 +153,7 @@ def stage_program(program: Program, stage: int) -> Program:
 
 
 def _own(node: fx.Node) -> fx.Node:
-    """Of one stage alone no node says which."""
+    """Removes the stage from the note: of one stage alone no node says which."""
     return update(node, stages=())
 
 

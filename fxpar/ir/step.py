@@ -192,7 +192,7 @@ def is_counted(output: str) -> bool:
 
 
 def module_of_load(output: str) -> str:
-    """Whose load, rows without a place, or dropped ones, it is."""
+    """Returns the module whose load, rows without a place, or dropped ones, an output is."""
     return output.removeprefix(_LOAD).removeprefix(_EXCESS).removeprefix(_DROPPED)
 
 

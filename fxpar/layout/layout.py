@@ -49,7 +49,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def remembers_hash(kind: _Class) -> _Class:
-    """Class decorator of a frozen dataclass; hashes of strings are others in another process, so it is no state."""
+    """Has a frozen dataclass keep its hash; hashes of strings are others in another process, so it is no state."""
     changed: Any = kind
     compute: Callable[[Any], int] = changed.__hash__
 
@@ -91,7 +91,7 @@ class Piece:
 
     @property
     def length(self) -> Size:
-        """Elements of the dimension that the piece covers (global)."""
+        """Returns how many elements of the dimension the piece covers (global)."""
         return simplify(self.outer * self.size)
 
     @property
@@ -255,7 +255,7 @@ def _fits_out_of_order(piece: Piece, n: int) -> bool:
 
 
 def share_of(piece: Piece, n: int) -> Size | None:
-    """Elements of a piece that a rank holds; None where its blocks are not equal."""
+    """Returns how many elements of a piece a rank holds; None where its blocks are not equal."""
     if piece.padded:
         return piece.padded // n
     return divide(piece.length, n // piece.copies) if piece.sharded else piece.length

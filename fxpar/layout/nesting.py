@@ -26,7 +26,7 @@ from fxpar.layout.symbolic_sizes import Size, divide, product, simplify
 
 
 def pieces_of(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Canonical form: empty pieces dropped, neighbours that repeat the same run merged, segments only where needed."""
+    """Returns the canonical form: no empty pieces, neighbours of the same run merged, segments only where needed."""
     if all(piece.in_rank_order for piece in pieces):
         return _merged(pieces)
     flat = _flattened(pieces)
@@ -129,7 +129,7 @@ def through_view(placement: Placement, source: Sequence[Size], target: Sequence[
 def _segments_through_view(
     placement: Placement, before: Size, size: Size, target: Sequence[Size], n: int
 ) -> Placement | None:
-    """Segments survive in the dimension of `target` that starts where theirs does, in larger or smaller units."""
+    """Keeps segments in the dimension of `target` that starts where theirs does, in larger or smaller units."""
     for dim, other in enumerate(target):
         if other == 1 or product(target[:dim]) != before:
             continue
@@ -151,7 +151,7 @@ Entry = tuple[str, Placement]
 
 @lru_cache(maxsize=65536)
 def local_size(placement: Placement, n: int) -> Size:
-    """Elements of the sharded dimension that a rank of n holds.
+    """Returns how many elements of the sharded dimension a rank of n holds.
 
     Raises:
         ValueError: n does not divide what the placement cuts.
@@ -227,7 +227,7 @@ def local_shape(shape: Sequence[Size], layout: Layout, axes: Mapping[str, int]) 
 
 @lru_cache(maxsize=65536)
 def swapped(outer: Placement, n: int, inner: Placement, m: int) -> tuple[Placement, Placement] | None:
-    """Placements of two neighbours of n and m ranks, listed the other way round: first `inner`'s, then `outer`'s.
+    """Lists placements of two neighbours of n and m ranks the other way round: first `inner`'s, then `outer`'s.
 
     None where no placements say the same in that order: where a cut of `inner` runs across blocks of `outer`.
     """
@@ -375,7 +375,7 @@ def spelled(layout: Layout, axes: Mapping[str, int]) -> Layout:
 
 
 def _front(entries: Sequence[Entry], index: int, axes: Mapping[str, int]) -> list[Entry] | None:
-    """As `_to_front`, where the axis is nested in none of the others."""
+    """Does as `_to_front`, where the axis is nested in none of the others."""
     moved = _to_front(entries, index, axes)
     if moved is None:
         return None
@@ -407,7 +407,7 @@ def common_order(layouts: Sequence[Layout], axes: Mapping[str, int]) -> tuple[st
 
 
 def joined(outer: Placement, n: int, inner: Placement) -> Placement | None:
-    """Two nested cuts as one over all their ranks: `dp:S(0) tp:S(0)` is `S(0)` over dp·tp; None where they are not."""
+    """Joins nested cuts over all their ranks: `dp:S(0) tp:S(0)` is `S(0)` over dp·tp; None where they are not one."""
     if not (outer.is_shard and inner.is_shard and outer.dim == inner.dim):
         return None
     pairs = _aligned(outer, n, inner)

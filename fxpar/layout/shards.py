@@ -23,7 +23,7 @@ from fxpar.layout.symbolic_sizes import Size, divide, evaluate, sign, simplify
 def _stride_frame(
     pieces: Sequence[Piece], start: int, stop: int, step: int, n: int
 ) -> tuple[int, int, tuple[Piece, ...]] | None:
-    """First and last bound, and pieces, of an interval of whole steps in which the slice picks one of each step."""
+    """Returns first and last bound, and pieces, of an interval of whole steps in which the slice picks one of each."""
     length = -(-(stop - start) // step) * step
     for phase in range(step):
         first = start - phase
@@ -55,7 +55,7 @@ def strided_pieces(pieces: Sequence[Piece], start: Size, stop: Size, step: int, 
 
 
 def local_bounds(pieces: Sequence[Piece], start: int, stop: int, step: int, n: int) -> tuple[int, int]:
-    """Bounds of a slice of a rank's part, the same on all ranks, for global bounds that `slice_pieces` accepts.
+    """Returns a slice's bounds in a rank's part, the same on all ranks, for global ones that `slice_pieces` accepts.
 
     Raises:
         ValueError: a bound lies inside a sharded run, or a stride does not fit the blocks.

@@ -130,7 +130,7 @@ NESTING: Mapping[str, tuple[str, ...]] = {DENSE: ("dp", "cp", "tp"), EXPERT: ("e
 
 
 def axis_that(cuts: Cuts) -> str:
-    """Name of the dense part's axis whose ranks share that out, by which the plan's option and messages call it."""
+    """Names the dense part's axis whose ranks share that out, as the plan's option and messages call it."""
     return next(axis for axis in NESTING[DENSE] if PURPOSES[axis].cuts is cuts)
 
 

@@ -229,7 +229,7 @@ class Mesh:
 
     @property
     def _data_ranks_of_experts(self) -> int:
-        """Neighbours on dp that hold different experts; 1 where dp's ranks are no such neighbours."""
+        """Returns how many neighbours on dp hold different experts; 1 where dp's ranks are no such neighbours."""
         size, start = self.sizes["dp"], self.dense.stride("dp")
         low, high = self.expert.stride("ep"), self.expert.stride("ep") * self.ep
         inner, rest = divmod(high, start)

@@ -55,7 +55,7 @@ class Cost(OptionGroup):
     __hash__ = OptionGroup.__hash__
 
     def problems(self) -> Iterator[str]:
-        """See `OptionGroup.problems`."""
+        """Implements `OptionGroup.problems`."""
         for entry in fields(self):
             value = getattr(self, entry.name)
             if entry.name == "axes" or (entry.name in _MAY_BE_ZERO and value == 0 and not isinstance(value, bool)):

@@ -84,7 +84,7 @@ class Pipeline(OptionGroup):
             object.__setattr__(self, "stages", stages or ())
 
     def problems(self) -> Iterator[str]:
-        """See `OptionGroup.problems`."""
+        """Implements `OptionGroup.problems`."""
         stages = self.stages
         if isinstance(stages, Mapping):
             for name, number in stages.items():
@@ -119,7 +119,7 @@ class Recompute(OptionGroup):
     activation_memory_budget: int | float | None = None
 
     def problems(self) -> Iterator[str]:
-        """See `OptionGroup.problems`."""
+        """Implements `OptionGroup.problems`."""
         yield from wrong_words("recompute", self)
         budget, name = self.activation_memory_budget, "recompute.activation_memory_budget"
         if budget is None:
@@ -146,7 +146,7 @@ class Communication(OptionGroup):
     collective_transport: str = "auto"
 
     def problems(self) -> Iterator[str]:
-        """See `OptionGroup.problems`."""
+        """Implements `OptionGroup.problems`."""
         yield from wrong_words("communication", self)
 
 
@@ -171,7 +171,7 @@ class Operators(OptionGroup):
     added_losses: tuple[str, ...] = ()
 
     def problems(self) -> Iterator[str]:
-        """See `OptionGroup.problems`."""
+        """Implements `OptionGroup.problems`."""
         yield from globs("operators.batchwise_ops", self.batchwise_ops, "operators")
         yield from globs("operators.added_losses", self.added_losses, "autograd functions")
 
@@ -221,7 +221,7 @@ class Experts(OptionGroup):
     expert_modules: tuple[str, ...] = ()
 
     def problems(self) -> Iterator[str]:
-        """See `OptionGroup.problems`."""
+        """Implements `OptionGroup.problems`."""
         yield from wrong_words("experts", self)
         yield from globs("experts.expert_modules", self.expert_modules, "modules")
         factor = self.recv_capacity_factor
@@ -290,7 +290,7 @@ class CudaGraphs(OptionGroup):
         return self.impl != "none"
 
     def problems(self) -> Iterator[str]:
-        """See `OptionGroup.problems`."""
+        """Implements `OptionGroup.problems`."""
         yield from wrong_word("cuda_graphs.impl", self.impl, IMPLEMENTATIONS)
         yield from wrong_count("cuda_graphs.variants", self.variants, _MOST_VARIANTS)
         if not isinstance(self.scope, (tuple, list)):

@@ -175,7 +175,7 @@ def _wrapped(x: Tensor, pads: list[Any]) -> Tensor:
 
 
 def constant_pad(x: Tensor, pads: list[Any], value: float = 0) -> Tensor:
-    """As `pad`."""
+    """Does as `pad`, with a constant."""
     return pad(x, pads, "constant", value)
 
 
@@ -302,7 +302,7 @@ def instance_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *option
 
 
 def unfold(x: Tensor, dimension: int, size: int, step: int) -> Tensor:
-    """Windows of a dimension as a last one; the gradient of PyTorch's own takes the whole shape as an argument."""
+    """Puts windows of a dimension in a last one; the gradient of PyTorch's own takes the whole shape as an argument."""
     dim = dimension % x.dim()
     count = (x.shape[dim] - size) // step + 1
     places = torch.arange(count, device=x.device).unsqueeze(1) * step + torch.arange(size, device=x.device)

@@ -248,7 +248,7 @@ class _Traces:
         return self._known[key]
 
     def _made(self, call: _DifferentiatedCall) -> Derivative:
-        """As the first of the ways has it that has one; the first one's error where none has."""
+        """Takes the derivative of the first way that has one; raises the first one's error where none has."""
         first: Exception | None = None
         for more in (MORE, 0) if self._conditions else (MORE,):
             # PyTorch's C++ first: it is what eager runs. Its Python forms follow,
@@ -434,7 +434,7 @@ def _as_placeholder(graph: fx.Graph, name: str) -> fx.Node:
 
 
 def _functional(graph: fx.Graph, forward: set[str]) -> None:
-    """Operations in place become those that give a new tensor; what is read later reads that.
+    """Replaces operations in place by those that give a new tensor; what is read later reads that.
 
     Autograd's formulas and PyTorch's composite operators write into tensors that they have just made.
 

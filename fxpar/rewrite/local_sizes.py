@@ -101,7 +101,7 @@ def _split(program: Program, node: fx.Node) -> None:
 
 
 def _slice(program: Program, node: fx.Node) -> None:
-    """Bounds of a dimension that is cut become those of what each axis leaves, from the outermost."""
+    """Replaces bounds of a dimension that is cut by those of what each axis leaves, from the outermost."""
     source = operands(node)[0]
     before, after = output_layouts(source)[0], output_layouts(node)[0]
     call, dim = call_of(node, 1), int(bind_arguments(node).get("dim", 0)) % len(output_types(node)[0].shape)

@@ -107,7 +107,7 @@ class SymbolicSizes:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Operations on tensors of such sizes.
+        """Traces operations on tensors of such sizes.
 
         Raises:
             NotImplementedError: one written in Python has no derivative, of which PyTorch only warns.
@@ -122,7 +122,7 @@ class SymbolicSizes:
 
     @contextlib.contextmanager
     def _differentiable(self) -> Iterator[None]:
-        """PyTorch's operations in Python; one that has no derivative there is an error."""
+        """Runs PyTorch's operations in Python; one that has no derivative there is an error."""
         always = torch.is_warn_always_enabled()
         torch.set_warn_always(True)  # else it warns of each once in a process
         try:

@@ -201,7 +201,7 @@ def _cost(layout: Layout, step: Conversion, axes: Mapping[str, int], cost: Cost)
 
 
 def _next(layout: Layout, target: Layout, axes: Mapping[str, int]) -> Iterator[Conversion]:
-    """Coercions of one axis to what the target has of it or to the whole, and of several axes that change alike."""
+    """Yields coercions of one axis to what the target has of it or the whole, and of several axes that change alike."""
     changed = [axis for axis in axes if layout.on(axis) != target.on(axis)]
     kinds = {axis: (layout.on(axis), target.on(axis)) for axis in changed}
     # One collective over joined axes sends less than one for each axis.

@@ -62,7 +62,7 @@ class Context:
     answers: Answers = field(default_factory=dict)
 
     def found(self, axis: str) -> list[Placement]:
-        """Placements of the operands on an axis."""
+        """Returns placements of the operands on an axis."""
         return [layout.on(axis) for layout in self.layouts]
 
 
@@ -77,7 +77,7 @@ def context_of(
     local: bool = False,
     composite: bool = False,
 ) -> Context:
-    """Returns what a program's node finds its operands to be; in the backward I and R are one, for lack of gradients.
+    """Returns what a node's operands are; in the backward nothing carries a gradient, so I and R are one.
 
     Args:
         layouts: of each operand's tensors.
@@ -146,7 +146,7 @@ def steps(node: fx.Node, context: Context) -> Iterator[AxisInference]:
 
 
 def target_on(node: fx.Node, axis: str) -> Any:
-    """Returns a node's target on an axis: where a composite operator does not name it, the one of torch it is like."""
+    """Returns a node's target on an axis; for a composite operator that does not name it, the torch one it is like."""
     is_other = axes_of(node) and axis not in axes_of(node)
     return alike(node.target) if is_other else node.target
 
@@ -165,12 +165,12 @@ def _inside(call: OpCall, operands: Sequence[Placement], outputs: Sequence[Place
 
 
 def _ill_typed(error: Exception) -> Refusal:
-    """Rules take it for granted that arguments and types fit the operator."""
+    """Refuses a call: rules take it for granted that arguments and types fit the operator."""
     return Refusal(f"the arguments and types do not fit the operator ({type(error).__name__}: {error})")
 
 
 def judged(call: OpCall, placements: Sequence[Placement], context: Context) -> tuple[Placement, ...] | Refusal:
-    """Placements of the outputs of an operation on one axis, or the reason why it has none."""
+    """Returns placements of the outputs of an operation on one axis, or the reason why it has none."""
     try:
         answer = inferred(call, placements, context.carries, composite=context.composite)
     except _ILL_TYPED as error:
@@ -181,7 +181,7 @@ def judged(call: OpCall, placements: Sequence[Placement], context: Context) -> t
 
 
 def infer_node(node: fx.Node, context: Context) -> tuple[Layout, ...]:
-    """Layouts of the outputs of a call.
+    """Returns layouts of the outputs of a call.
 
     Raises:
         LayoutError: the operation does not accept the layouts on some axis; says which coercion would make it legal.
@@ -203,13 +203,13 @@ def infer_node(node: fx.Node, context: Context) -> tuple[Layout, ...]:
 
 @lru_cache(maxsize=65536)
 def _canonical(layout: Layout) -> Layout:
-    """As values without gradient are written."""
+    """Returns a layout as values without gradient are written."""
     return Layout(tuple((axis, canonical_placement(placement, False)) for axis, placement in layout))
 
 
 @lru_cache(maxsize=65536)
 def _in_backward(layout: Layout) -> Layout:
-    """As the backward reads a value of the forward."""
+    """Returns a layout as the backward reads a value of the forward."""
     return Layout(tuple((axis, in_backward(placement)) for axis, placement in layout))
 
 

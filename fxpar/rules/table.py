@@ -86,7 +86,7 @@ def seeded(call: OpCall, index: int, placement: Placement) -> tuple[Signature | 
 def inferred(
     call: OpCall, placements: Sequence[Placement], carries: Sequence[bool], *, composite: bool
 ) -> tuple[Placement, ...] | Refusal:
-    """As `infer` with the operation's rule.
+    """Does as `infer` with the operation's rule.
 
     Args:
         composite: an operation that its own rule refuses stands for its composite operator.

@@ -57,7 +57,7 @@ def called_with(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def canonical(batch: Any) -> Any:
-    """Mappings of any kind as a dict in the order of names, so that the order of entries means nothing."""
+    """Returns mappings of any kind as a dict in the order of names, so that the order of entries means nothing."""
     if isinstance(batch, Mapping):
         return with_step_count({str(key): batch[key] for key in sorted(batch, key=str)})
     return tuple(batch) if type(batch) is list else batch
@@ -333,7 +333,7 @@ def _layouts(program: Program, entry: Input) -> tuple[Layout, ...]:
 
 
 def _cut_dims(program: Program, entry: Input) -> dict[int, int]:
-    """Ranks by the dimension of an input that they share out; each brings its part of it."""
+    """Returns how many ranks share out each dimension of an input; each brings its part of it."""
     ranks: dict[int, int] = {}
     for layout in _layouts(program, entry):
         for axis, placement in layout:

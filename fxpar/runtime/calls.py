@@ -154,7 +154,7 @@ class StepCalls(_Calls):
         self.ready = self._ready()
 
     def forward(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], Values]:
-        """See `Runnable`."""
+        """Implements `Runnable`."""
         environment = self.start(values, sizes)
         for call in self.forward_calls:
             call(environment)
@@ -163,7 +163,7 @@ class StepCalls(_Calls):
     def backward(
         self, saved: Values, tangents: Mapping[str, Tensor], place: GradientSink | None = None
     ) -> dict[str, Tensor]:
-        """See `Runnable`."""
+        """Implements `Runnable`."""
         return self.weight_backward(self.input_backward(saved, tangents, place), place)
 
     def input_backward(

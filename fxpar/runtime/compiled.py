@@ -98,7 +98,7 @@ class CompiledUnits:
             return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
     def _propagate(self, units: StepUnits, fakes: dict[str, Tensor], tangents: Mapping[str, str]) -> None:
-        """Shapes of all that units give, those of units of one text computed once."""
+        """Computes shapes of all that units give, those of units of one text once."""
         for unit in units.forward:
             assert unit.forward is not None
             self._shape(unit, unit.forward, fakes)
@@ -309,7 +309,7 @@ class Scope:
 
     @property
     def integers(self) -> list[Any]:
-        """PyTorch's symbolic integers of `names`."""
+        """Returns PyTorch's symbolic integers of `names`."""
         return [self._integers[name] for name in self.names]
 
     def fake(self, name: str, value: Tensor) -> Tensor:

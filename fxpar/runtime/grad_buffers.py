@@ -61,11 +61,11 @@ class Placing:
     leaves: Mapping[str, Tensor]
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """See `Buffers.placed`."""
+        """Implements `Buffers.placed`."""
         return self.buffers.placed(self.leaves, gradients)
 
     def destination(self, name: str) -> Destination | None:
-        """See `Buffers.destination`."""
+        """Implements `Buffers.destination`."""
         return self.buffers.destination(self.leaves, name)
 
 

@@ -172,7 +172,7 @@ class Elsewhere(WholeParameter):
 
     @property
     def data(self) -> Tensor:
-        """Its shape and type without a history."""
+        """Returns its shape and type without a history."""
         return self.detach()
 
     @data.setter

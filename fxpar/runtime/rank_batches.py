@@ -470,7 +470,7 @@ def _is_repeated(node: fx.Node, name: str, same: set[fx.Node]) -> bool:
 
 
 def _needs_equal_rows(program: Program, name: str) -> Iterator[tuple[fx.Node, str]]:
-    """Operations that are right for equal numbers of rows alone, and why.
+    """Yields operations that are right for equal numbers of rows alone, and why.
 
     A rank that makes rows which are all the same makes n times its own, of which it keeps as many as it has: these are
     right whatever the others have.

@@ -104,7 +104,7 @@ class ShardSpec:
 
     @cached_property
     def axes(self) -> Mapping[str, int]:
-        """Ranks of each axis."""
+        """Returns how many ranks each axis has."""
         return {axis: self.world.groups[axis].size for axis in self.world.coordinates}
 
     @cached_property

@@ -61,7 +61,7 @@ class Keeping:
         return self._within(allowed, self.storages.total(saved)) or saved
 
     def quickest(self, allowed: Set[fx.Node], budget: int) -> frozenset[int] | None:
-        """Storages within a budget of bytes, from which the others are computed again in least seconds; None for none.
+        """Finds storages within a budget of bytes, to compute the others again from in least seconds; None for none.
 
         Args:
             allowed: nodes that may be computed again.
@@ -74,7 +74,7 @@ class Keeping:
         return self._within(allowed, budget) or least
 
     def _within(self, allowed: Set[fx.Node], budget: int) -> frozenset[int] | None:
-        """As the solver finds it, whose arithmetic has tolerances; None where that is more than the budget."""
+        """Returns what the solver finds, whose arithmetic has tolerances; None where that is more than the budget."""
         saved = self._solved(allowed, budget)
         return saved if saved is not None and self.storages.total(saved) <= budget else None
 

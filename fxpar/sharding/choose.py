@@ -105,7 +105,7 @@ def _used(lines: Lines, nodes: Mapping[str, fx.Node]) -> Lines:
 
 
 def match_lines(program: Program) -> Lines:
-    """Glob and split for each parameter: of the line that names it itself, else of the one that names its module.
+    """Finds glob and split of each parameter: of the line that names it itself, else of that which names its module.
 
     Raises:
         PlanError: a glob matches nothing, two lines contradict each other, or other lines leave nothing to one.

@@ -105,7 +105,7 @@ def compared(choice: Choice, node: fx.Node) -> list[tuple[Placement, ...]]:
 
 
 def _chain(choice: Choice, node: fx.Node) -> list[tuple[str, str]]:
-    """From operand to operand as long as the node's option follows one, to where a shard or a sum starts."""
+    """Goes from operand to operand as long as the node's option follows one, to where a shard or a sum starts."""
     chain = []
     while node.op == "call_function":
         placements = choice.chosen[node].operands

@@ -31,7 +31,7 @@ _DEEPEST = 4
 
 
 def candidates(node: fx.Node, dim: int, n: int, weights: Weights) -> Iterator[Placement]:
-    """Ways to cut a dimension over n ranks, simplest first.
+    """Yields ways to cut a dimension over n ranks, simplest first.
 
     A vocabulary is padded. Other dimensions are cut plainly, into k equal parts, then at the splits and slices
     downstream; what n does not divide is padded where it can stay so to the program's end.
@@ -166,7 +166,7 @@ def _cuts(user: fx.Node, dim: int) -> Iterator[int]:
 
 
 def all_cuts(node: fx.Node, dim: int, weights: Weights, n: int) -> Iterator[Placement]:
-    """`candidates` and, where they tear heads, cuts whose blocks are shared; segments each as finely as it can be."""
+    """Yields `candidates` and, where they tear heads, cuts of shared blocks; segments each as finely as can be."""
     is_segmented = False
     for cut in candidates(node, dim, n, weights):
         if len(cut.pieces) > 1 and not is_segmented:

@@ -162,7 +162,7 @@ class _Writer:
         return self._costs[key]
 
     def outputs(self, options: tuple[Option, ...]) -> tuple[tuple[int, ...], ...]:
-        """Placements of the outputs of each option."""
+        """Returns placements of the outputs of each option."""
         if id(options) not in self._outputs:
             self._outputs[id(options)] = tuple(tuple(map(self._number, option.outputs)) for option in options)
         return self._outputs[id(options)]

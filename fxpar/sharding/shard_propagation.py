@@ -67,7 +67,7 @@ class Trail:
 
     @property
     def torn(self) -> list[tuple[fx.Node, Refusal]]:
-        """Refusals because the cut does not fit the shapes."""
+        """Returns refusals because the cut does not fit the shapes."""
         return [(node, refusal) for node, refusal in self.refused if refusal.structural]
 
 

@@ -151,7 +151,7 @@ def _subsets(count: int) -> list[tuple[int, ...]]:
 
 
 def forget_proofs() -> None:
-    """Functions may read settings of their module or class, which may have changed since they were proved."""
+    """Forgets proofs of functions, which may read settings of a module or class that have changed since."""
     _traces.cache_clear()
 
 

@@ -133,7 +133,7 @@ class _Gradients:
 def infer(
     rule: Rule | None, call: OpCall, placements: Sequence[Placement], carries: Sequence[bool]
 ) -> tuple[Placement, ...] | Refusal:
-    """Placements of the outputs for given operands on one axis.
+    """Returns placements of the outputs for given operands on one axis.
 
     Args:
         rule: the operation's rule; None where there is none, which leaves I and R.
@@ -273,7 +273,7 @@ def _groups(rule: Rule, call: OpCall) -> list[set[int]]:
 
 
 def _members(call: OpCall, group: Sequence[str]) -> set[int]:
-    """Operands of a group of `Rule.partial`; none where one that it needs was not passed."""
+    """Returns operands of a group of `Rule.partial`; none where one that it needs was not passed."""
     if any(not name.endswith("?") and name not in call.names for name in group):
         return set()
     group_names = {name.removesuffix("?") for name in group}

@@ -69,7 +69,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def bind_arguments(node: fx.Node) -> dict[str, Any]:
-    """Arguments by name: by schema for operators of torch, by signature for fxpar's, by position elsewhere.
+    """Returns arguments by name: by schema for operators of torch, by signature for fxpar's, by position elsewhere.
 
     Given arguments stand in the order of `operands(node)`, defaults after them.
     """
@@ -89,7 +89,7 @@ def bind_arguments(node: fx.Node) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def _schema(target: torch._ops.OpOverload) -> tuple[Sequence[str], Mapping[str, Any]]:
-    """Names of what an operator of torch takes, and defaults."""
+    """Returns names of what an operator of torch takes, and defaults."""
     arguments = target._schema.arguments
     return [a.name for a in arguments], {a.name: a.default_value for a in arguments if a.has_default_value()}
 

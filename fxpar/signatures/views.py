@@ -207,7 +207,7 @@ def _cat(call: OpCall, index: int, placement: Placement) -> Signature | Refusal:
 
 
 def _cat_segments(call: OpCall, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
-    """Segments that are cut in different ways, or not at all, join to one dimension with a layout for each.
+    """Joins segments that are cut in different ways, or not at all, to one dimension with a layout for each.
 
     A partial value is a segment that all ranks hold summands of.
     """

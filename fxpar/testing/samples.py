@@ -50,11 +50,11 @@ class Draw:
         return torch.complex(self.normal(*shape), self.normal(*shape))
 
     def i(self, high: int, *shape: int) -> torch.Tensor:
-        """Integers below `high`."""
+        """Draws integers below `high`."""
         return torch.randint(0, high, shape, generator=self._generator)
 
     def mask(self, *shape: int) -> torch.Tensor:
-        """Booleans, of both kinds where there are several."""
+        """Draws booleans, of both kinds where there are several."""
         mask = torch.rand(shape, generator=self._generator) < 0.5
         mask.view(-1)[-1] = False
         mask.view(-1)[0] = True

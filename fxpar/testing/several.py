@@ -167,7 +167,7 @@ def _drawn(trial: Trial, order: tuple[str, ...], count: int, draw: random.Random
 def _legal(
     call: OpCall, carries: Sequence[bool], segments: Sequence[Sequence[int]], draw: random.Random
 ) -> dict[_Placements, _Placements]:
-    """Operands on a call's axis with their outputs: such as the rule proposes, whole ones, and some at random."""
+    """Returns operands on a call's axis with their outputs: those the rule proposes, whole ones, and some at random."""
     rule, whole = rule_of(call.target), (R,) * len(call.operands)
     tried = [*mixtures(whole, carries), whole]
     choices = [[*candidates(t, call.n, (2, 3), segments), *padded(t, call.n)] for t in call.operands]

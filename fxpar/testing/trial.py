@@ -236,7 +236,7 @@ class Trial:
         return [next(gradients) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in leaves]
 
     def _ranks(self, layouts: Sequence[Layout], out: Layout) -> dict[Coordinates, tuple[Results, Results]] | str:
-        """Operands and results of every rank, or why a rank cannot run. The last answer is kept."""
+        """Returns operands and results of every rank, or why a rank cannot run. The last answer is kept."""
         shape_matters = packet_of(self.target) in _BY_OUTPUT
         key = (tuple(layouts), out if shape_matters else None)
         if self._last[0] != key:

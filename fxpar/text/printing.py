@@ -118,7 +118,7 @@ def value_text(value: Any) -> str:
 
 
 def placement_text(placement: Placement, shape: Sequence[Size]) -> str:
-    """As `str(placement)`, but a shard whose only run is not the dimension of `shape` says so: `S(1: 64)`."""
+    """Writes `str(placement)`, but a shard whose only run is not the dimension of `shape` says so: `S(1: 64)`."""
     if not placement.is_shard or not placement.pieces:
         return str(placement)
     if 0 <= placement.dim < len(shape) and placement == shard(placement.dim, shape[placement.dim]):
@@ -212,7 +212,7 @@ def _type_text(node: fx.Node, axes: Mapping[str, int]) -> str:
 
 
 def _layout_text(node: fx.Node, layout: Layout, axes: Mapping[str, int]) -> str:
-    """As `layout_text`; for a coercion the source stands before an arrow: `tp:P→I`."""
+    """Does as `layout_text`; for a coercion the source stands before an arrow: `tp:P→I`."""
     kinds = output_types(node)
     shape = kinds[0].shape if kinds else ()
     row = COERCION_OF.get(node.target) if node.op == "call_function" else None

@@ -193,7 +193,7 @@ class SimulationResult:
 
 @contextlib.contextmanager
 def simulated_world(axes: Mapping[str, int]) -> Iterator[dict[str, Group]]:
-    """Process groups of ranks that exist in this process only; yields the group of each set of axes (`dp`, `dp-tp`).
+    """Makes process groups of ranks of this process only; yields the group of each set of axes (`dp`, `dp-tp`).
 
     Each is the group of rank 0: the simulator finds those of the other ranks by its shape.
 

@@ -200,7 +200,7 @@ aten = torch.ops.aten
 
 
 def check_structure(program: Program, facts: Facts | None = None) -> None:
-    """Placeholders first and in the tables, complete notes, known axes, no conversion twice, random bits, outputs.
+    """Checks placeholders (first, in the tables), complete notes, axes, conversions (none twice), random bits, outputs.
 
     Args:
         facts: of the program, where they are known.

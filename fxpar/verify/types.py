@@ -249,7 +249,7 @@ def _conversion(node: fx.Node, context: Context, axis: str, mine: Placement, cla
 def _check_outputs(
     program: Program, layouts: dict[fx.Node, tuple[Layout, ...]], flags: dict[fx.Node, tuple[bool, ...]]
 ) -> None:
-    """Callers differentiate outputs as if there were one rank: they are invariant (R without gradient) or shards.
+    """Checks that outputs are invariant (R without gradient) or shards: callers differentiate them as if on one rank.
 
     New values of buffers are whole, as the buffers are.
     """

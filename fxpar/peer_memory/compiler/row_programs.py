@@ -170,7 +170,7 @@ _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 
 
 def warps_of(columns: int) -> int:
-    """Warps of a program whose rows have so many elements."""
+    """Returns how many warps a program has whose rows have so many elements."""
     return _WARPS if columns <= TILE else _WARPS_OF_WIDE
 
 
@@ -225,7 +225,7 @@ def row_source(program: RowProgram, total: torch.dtype, operands: Sequence[torch
 
 
 def indented(lines: Sequence[str], spaces: int) -> str:
-    """Lines of a block of a kernel."""
+    """Indents the lines of a block of a kernel."""
     return "\n".join(" " * spaces + line for line in lines)
 
 

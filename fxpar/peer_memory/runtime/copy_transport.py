@@ -132,18 +132,18 @@ class CopyTransport:
         return watch
 
     def mark(self) -> None:
-        """See `PeerMemory`."""
+        """Implements `PeerMemory`."""
         for marks in self._marks:
             marks.mark()
 
     @property
     def reach(self) -> Reach:
-        """See `PeerMemory`."""
+        """Implements `PeerMemory`."""
         buffers = map(symmetric_buffer.registered_buffer, self._open.values())
         return Reach(self.names, self.reasons, sum(buffer.bytes for buffer in buffers))
 
     def close(self) -> None:
-        """See `PeerMemory`."""
+        """Implements `PeerMemory`."""
         symmetric_buffer.close([*self._open.values()])
         for marks in self._marks:
             marks.watch.stop()

@@ -198,7 +198,7 @@ def _alternating(sizes: _ScheduleSizes, warmup: int, behind: int | None = None) 
 
 
 def _zbv(sizes: _ScheduleSizes, rank: int) -> _Made:
-    """Phases of repeated runs, each with the number of times; of each word the microbatches ascend.
+    """Makes phases of repeated runs, each with the number of times; of each word the microbatches ascend.
 
     The schedule is that of at least 2p - 1 microbatches, of which those that there are not are left out.
     """

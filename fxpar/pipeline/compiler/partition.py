@@ -251,7 +251,7 @@ def _units(forward: Divisible, bounds: Sequence[int]) -> UnitCosts:
 
 
 def _asked(forward: Divisible, stages: Mapping[str, int] | Sequence[int], count: int) -> dict[int, int]:
-    """Places that the plan asks for, by number of the stage that begins there.
+    """Returns places that the plan asks for, by number of the stage that begins there.
 
     Raises:
         InputError: a module computes nothing, or the layers are others.

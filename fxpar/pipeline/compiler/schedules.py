@@ -136,12 +136,12 @@ class Schedule:
 
     @property
     def pp(self) -> int:
-        """Ranks of the pipeline."""
+        """Returns how many ranks the pipeline has."""
         return len(self.ranks)
 
     @property
     def stages(self) -> int:
-        """Stages of all ranks."""
+        """Returns how many stages all ranks have."""
         return self.pp * self.virtual_stages
 
     @cached_property

@@ -43,7 +43,7 @@ class Evaluation:
         self._world, self._rank_of, self._channels = world, tuple(rank_of), channels
 
     def check(self, call: BoundBatch, has_leaves: bool) -> None:
-        """See `fxpar.runtime.runner.StageRunner`."""
+        """Implements `fxpar.runtime.runner.StageRunner`."""
         if not torch.is_grad_enabled() or not call.ready.differentiable:
             return
         met = self._world.agreement.meet("asks who trains", [int(has_leaves)])
@@ -61,7 +61,7 @@ class Evaluation:
         requested: Sequence[str],
         state: Callable[[], Tensor],
     ) -> dict[str, Tensor]:
-        """See `StageRunner`."""
+        """Implements `StageRunner`."""
         self._world.agreement.enter()
         inputs = dict(call.values)
         draws = call.compiled.random_inputs

@@ -77,7 +77,7 @@ class PipelineExecutor(Evaluation):
         scaler: torch.amp.GradScaler | None,
         new: Written,
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """See `StageRunner`."""
+        """Implements `StageRunner`."""
         schedule = self.schedule(len(calls))
         self._world.agreement.enter()
         run = _PipelineStep(self, schedule, calls, self._random_state(calls, state), scaler, new)
@@ -102,7 +102,7 @@ class PipelineExecutor(Evaluation):
         return loss, {name: g if factor is None else g * factor for name, g in gradients.items()}
 
     def clip(self, parameters: Mapping[str, Tensor], max_norm: float) -> Tensor:
-        """See `StageRunner`."""
+        """Implements `StageRunner`."""
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         counted = [g for name, g in gradients.items() if name in self._shared.counted]
         local_norms = norms([g if isinstance(g, Sharded) else local_of(g) for g in counted], 2.0, None)
@@ -119,7 +119,7 @@ class PipelineExecutor(Evaluation):
         return norm
 
     def join(self, scaler: torch.amp.GradScaler) -> None:
-        """See `StageRunner`."""
+        """Implements `StageRunner`."""
         if not scaler.is_enabled():
             return
         untyped: Any = scaler
