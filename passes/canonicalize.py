@@ -71,7 +71,7 @@ def choose_by_masks(program: Program) -> None:
 
 
 def _mask(node: fx.Node) -> fx.Node | None:
-    """Returns the mask of a write whose only index it is, with dimensions of `x` before and behind it or without."""
+    """Returns the mask of a write whose only index it is, with dimensions of `x` before and after it or without."""
     entries = [entry for entry in bind_arguments(node)["indices"] if entry is not None]
     if len(entries) != 1 or not isinstance(entries[0], fx.Node) or tensor_type(entries[0]).dtype != torch.bool:
         return None

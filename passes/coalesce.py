@@ -70,7 +70,7 @@ def _is_reduction(program: Program, node: fx.Node) -> bool:
 
 
 def _order(nodes: Sequence[fx.Node]) -> list[str] | None:
-    """Returns the axes, each behind those that parameters take before it; None where there is no such order."""
+    """Returns the axes, each after those that parameters take before it; None where there is no such order."""
     before: dict[str, set[str]] = {str(node.kwargs["axis"]): set() for node in nodes}
     for node in nodes:
         source = operands(node)[0]

@@ -37,7 +37,7 @@ def dispatch_experts(program: Program) -> Program:
 
     The ways, and what the terms mean, are in `fxpar.experts.compiler.dispatch`; `dispatch_of` chooses one for a layer.
     Where no axis holds different experts each data rank computes its own rows. Tokens that tensor parallel ranks share
-    are cut among them first and gathered behind, so that none travels twice. But for `dispatch="dropless"` no size
+    are cut among them first and gathered afterwards, so that none travels twice. But for `dispatch="dropless"` no size
     depends on the routing and nothing waits for the host. Values and gradients stay equal; with a `capacity_factor`
     they are those of a device that drops the same rows (`expert_capacity`).
 

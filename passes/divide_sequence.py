@@ -47,7 +47,7 @@ def divide_sequence(program: Program) -> Program:
         %x = aten.embedding.default(%wte, %ids) : f32[b, 2*s, 96]
 
     Terms: a *sequence length* is a symbolic size over which attention runs, whichever dimension of an input it is; in a
-    model without attention the size that an input has behind its batch. Notes alone change. A shard of the
+    model without attention the size that an input has after its batch. Notes alone change. A shard of the
     sequence then has an even size for every value of the symbol, so that nothing later assumes what it cannot prove;
     batches of other lengths are refused when they come. Without `sequence_parallel` nothing changes.
 

@@ -37,7 +37,7 @@ def exchange(program: Program) -> Program:
     Copies are the work of a GPU's copy engines: products keep all multiprocessors. What is smaller than the plan's
     `cost.least_copy` stays with the process group, whose latency is less, and so does what is sent once a step.
 
-    A sum beside which nothing is computed, or less than the plan's `cost.copy_latency`, is `one_shot`, however small:
+    A sum next to which nothing is computed, or less than the plan's `cost.copy_latency`, is `one_shot`, however small:
     one kernel writes into the others' memory, waits for what comes from there and adds. It needs multiprocessors, which
     are free then. So is what ranks send of tokens that others need, in any case: which these are a kernel alone sees.
 
@@ -74,7 +74,7 @@ def _exchanged(program: Program, axes: Collection[str] | None) -> Program:
 
 
 def _alone(whole: Program, could: Iterable[fx.Node], origins: Mapping[fx.Node, fx.Node]) -> frozenset[fx.Node]:
-    """Sums beside which next to nothing is computed, in any of the calls of a region, and what is one call anyway."""
+    """Sums alongside which almost nothing is computed, in any of the calls of a region, and what is one call anyway."""
     least = whole.plan.cost.copy_latency
     beside = {travel.collective.node: sum(seconds for _, seconds in travel.beside) for travel in travels(whole)}
     pairs = [node for node in could if is_sum(node)]

@@ -138,7 +138,7 @@ def _set_mask(node: fx.Node, mask: fx.Node | None, is_causal: bool) -> None:
 
 
 def _window(graph: fx.Graph, user: fx.Node, origin: Note, width: int) -> fx.Node | None:
-    """Returns a new mask of the last `width` columns, behind the size it needs; None where no node has that size."""
+    """Returns a new mask of the last `width` columns, after the size it needs; None where no node has that size."""
     size = tensor_type(user).shape[-2]
     count = size if isinstance(size, int) else _size_node(graph, user, size)
     if count is None:

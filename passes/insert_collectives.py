@@ -88,7 +88,7 @@ def _insert(node: fx.Node, step: Conversion, user: fx.Node) -> fx.Node:
     noted = note(node)
     before, axes = output_layouts(node)[0], "-".join(step.axes)
     is_sum = step.row.source == "P"
-    # A reduction directly behind its producer frees the partial sum at once.
+    # A reduction directly after its producer frees the partial sum at once.
     anchor = node.next if is_sum else user
     place = noted if is_sum or user.op == "output" else note(user)
     texts = [" ".join(dict.fromkeys(str(layout.on(axis)) for axis in step.axes)) for layout in (before, step.layout)]

@@ -64,9 +64,9 @@ def outline_layers(program: Program) -> Program:
     Algorithm: the tokens of each phase in order are cut where they repeat and least lives (`fxpar.cost.layers`);
     neither a name nor a number of layers enters. In front of a norm that is between the residual connection and what
     reads it: the norm would read from memory what the kernel before had, and no sum of ranks could be computed in one
-    kernel with it. So the cuts are moved behind the operations on rows that follow (`row_runs`), to
+    kernel with it. So the cuts are moved after the operations on rows that follow (`row_runs`), to
     where fewest values are read again: in front of the next product or collective, which reads from memory in any case.
-    The first layer's norm is then outside, the last layer has that behind it; where that is none or another one, or
+    The first layer's norm is then outside, the last layer has that after it; where that is none or another one, or
     reads another value, cuts stay, since the last layer would be none of the region. A cut is a guess and texts are the
     proof: wrong cuts make more regions, never another program. What is called once stays where it is, and so does the
     phase *parameter*. Numbers of the inputs' sizes come first, then the forward, then the backward; of other sizes each
@@ -86,7 +86,7 @@ def outline_layers(program: Program) -> Program:
 
 
 def _ordered(program: Program) -> list[fx.Node]:
-    """Returns the operations: numbers of sizes, then phase by phase, parts of tuples behind their tuples."""
+    """Returns the operations: numbers of sizes, then phase by phase, parts of tuples after their tuples."""
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     early: set[fx.Node] = set()
     for node in calls:
@@ -142,7 +142,7 @@ def _parts(nodes: Sequence[fx.Node]) -> list[_Part]:
         return [part for part in candidates if part.is_whole]
 
     unmoved, moved = whole(runs), whole(behind_rows(runs, tokens, until, row_runs(nodes)))
-    # Tokens do not tell what the operations behind the last layer read: its text may be another one with them.
+    # Tokens do not tell what the operations after the last layer read: its text may be another one with them.
     texts, others = ({part.text for part in variant} for variant in (unmoved, moved))
     return moved if len(others) <= len(texts) and len(moved) >= len(unmoved) else unmoved
 
@@ -296,7 +296,7 @@ def numbers_by_phase(program: Program) -> None:
     """
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     order = {node: i for i, node in enumerate(calls)}
-    # Behind its readers, so that what a copy reads is copied after it.
+    # After its readers, so that what a copy reads is copied after it.
     for node in [node for node in reversed(calls) if _is_inner(node)]:
         for phase in PHASES:
             readers = [user for user in node.users if user.op == "call_function" and note(user).phase == phase]

@@ -124,7 +124,7 @@ class _Order:
                 self._run_postponed(run, sum(self._postponed.values()) - _BACKLOG)
                 continue
             self._place(run, node)
-            # Order is what this pass can give, and needs free multiprocessors to hide anything. Behind one full wave of
+            # Order is what this pass can give, and needs free multiprocessors to hide anything. After one full wave of
             # a product NCCL waits all the same, and copy engines do not.
             self._run_postponed(run, sum(send.seconds for send in sends.get(node.name, ())))
         for node in (*self._postponed, *nodes):
@@ -146,7 +146,7 @@ class _Order:
             self._place(run, node)
 
     def _place(self, run: frozenset[fx.Node], node: fx.Node) -> None:
-        """Places a node behind what it reads."""
+        """Places a node after what it reads."""
         stack = [node]
         while stack:
             last = stack[-1]

@@ -44,7 +44,7 @@ def partition_stages(program: Program) -> Program:
         %out = aten.mm.default(%h_on_1, %w) : f32[b, 64] {stage=1}
 
     Terms: a *place* lies between two operations in the program's order; what *crosses* it is there before it and read
-    behind it. A value is passed from stage to stage until the last that reads it, and its gradient the same way back.
+    after it. A value is passed from stage to stage until the last that reads it, and its gradient the same way back.
 
     Algorithm: cheap values of inputs (positions, masks, rotary tables) and values of parameters alone are computed by
     each stage that reads them, and never sent; a parameter is held by each stage that reads it, so tied ones are by

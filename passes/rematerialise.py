@@ -72,7 +72,7 @@ def _chosen(program: Program) -> set[fx.Node]:
     seconds = _seconds(program, stored, sent, {*cheap, *gathers, *products})
     readers = {node: [user for user in node.users if not is_forward(user)] for node in program.graph.nodes}
     reads = [node for node, users in readers.items() if is_forward(node) and users and node.op != "output"]
-    # The parameter phase runs once behind all microbatches, when their forwards are gone.
+    # The parameter phase runs once after all microbatches, when their forwards are gone.
     fixed = {node for node in reads if any(note(user).phase == PARAMETER for user in readers[node])}
     fixed |= {node for node in program.output_nodes().values() if is_forward(node)}
     keeping = Keeping(reads, fixed, seconds, stored)
@@ -124,7 +124,7 @@ def _is_foreign(node: fx.Node) -> bool:
 
 
 def _crossing(program: Program, stored: Storages) -> set[fx.Node]:
-    """Returns values that are read behind the layer, or the run between layers, that makes them."""
+    """Returns values that are read after the layer, or the run between layers, that makes them."""
     starts = {node for part in layers(program, stored) for node in (part[0], part[-1].next)}
     place, current = dict[fx.Node, int](), 0
     for node in program.graph.nodes:

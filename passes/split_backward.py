@@ -1,4 +1,4 @@
-"""split_backward: what the gradients of inputs need first, what only those of weights need behind it."""
+"""split_backward: what the gradients of inputs need first, what only those of weights need after it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def split_backward(program: Program) -> Program:
         %h_gradient = aten.mm.default(%out_gradient, %w_t) : f32[b, 96] {phase=backward}
         %w_gradient = aten.mm.default(%t, %out_gradient) : f32[96, 64] {phase=weight}
 
-    Algorithm: by dependence. What no gradient of an input depends on is of the phase *weight*, and stands behind the
+    Algorithm: by dependence. What no gradient of an input depends on is of the phase *weight*, and stands after the
     rest of the backward (Qi et al. 2024, arXiv 2401.10241). A stage that receives nothing has that phase alone.
     """
     end = output_node(program.graph)

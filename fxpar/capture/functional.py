@@ -139,7 +139,7 @@ class _NormEmitter:
         return x if _value(x).dtype == dtype else self(aten._to_copy.default, x, dtype=dtype)
 
     def along(self, value: Any) -> Any:
-        """Returns what is of channels, the last dimension, beside a value with dimensions behind these."""
+        """Returns what is of channels, the last dimension, next to a value with dimensions after these."""
         behind = self._rank - 2
         if behind > 0 and _value(value).dim() == 1:
             return self(aten.view.default, value, [-1, *[1] * behind])

@@ -247,7 +247,7 @@ def _free(graph: fx.Graph, parameters: frozenset[str]) -> None:
     value, which would stop the gradient.
 
     Raises:
-        CaptureError: the value is read afterwards beside the detached tensor, where autograd has no gradient for it.
+        CaptureError: the value is read afterwards next to the detached tensor, where autograd has no gradient for it.
     """
     for node in list(graph.nodes):
         for value in _mutated(node):

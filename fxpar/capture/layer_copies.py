@@ -1,6 +1,6 @@
 """Copies of what one call of a layer has left in a trace, for another call.
 
-Enters: the tracer, the nodes of a call, what goes in and comes out. Leaves: the same nodes behind the others, on other
+Enters: the tracer, the nodes of a call, what goes in and comes out. Leaves: the same nodes after the others, on other
 operands, as a trace of the second call would have made them.
 """
 

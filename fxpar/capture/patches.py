@@ -250,7 +250,7 @@ def known_counts() -> Iterator[None]:
 def late_code() -> Any:
     """Generates the code of a graph module, while active, when it is called or read, which few ever are.
 
-    An export changes its graph in many steps, and would print and compile all of it behind each.
+    An export changes its graph in many steps, and would print and compile all of it after each.
     """
     original = fx.GraphModule.recompile
 

@@ -371,7 +371,7 @@ class PythonState:
 
     def is_unchanged(self) -> bool:
         """Returns whether everything holds, as the same objects, what it held."""
-        # Asked behind each layer of a model, of thousands of names: what loops does it in one call.
+        # Asked after each layer of a model, of thousands of names: what loops does it in one call.
         return (
             all(_all_are(map(space.get, saved, _EVER_MISSING), saved) for space, saved in self._globals.values())
             # Most of these are functions without attributes.

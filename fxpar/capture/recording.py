@@ -238,7 +238,7 @@ def same_nodes(operands: Sequence[Tensor]) -> Iterator[None]:
     """Keeps the node of tensors that an operator returns as they came, while active, unless it changes them.
 
     `x.to(x.dtype)` is `x`. A trace makes the call's node that of every later use; where the call is under `no_grad`,
-    what the author computes from `x` behind it would then lose its gradient.
+    what the author computes from `x` after it would then lose its gradient.
     """
     mode = get_proxy_mode()
     nodes: Any = mode.tracer.tensor_tracker if mode is not None else {}

@@ -426,7 +426,7 @@ class _Floats:
         return self.cast(node, new, kind.dtype, "rounded")
 
     def _value(self, node: fx.Node, value: Any, dtype: torch.dtype) -> Any:
-        """Returns an operand in the type in which the operation computes; integers stay beside floating numbers."""
+        """Returns an operand in the type in which the operation computes; integers stay next to floating numbers."""
         if value in self.tensors:
             return self.number(node, value, _REAL.get(dtype, dtype))
         if not isinstance(value, fx.Node) or not is_tensor(value):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fxpar.sharding.layout_explanation import Explanation
 
 
-# A cut by the stage behind it, or what that receives.
+# A cut by the stage after it, or what that receives.
 _CUT, _RECEIVED = re.compile(r"cut[ -]?(\d{1,4})"), re.compile(r"%?\w+_on_\d+")
 # Seconds below which a difference comes from the order in which ties are broken.
 _TIE = 1e-6

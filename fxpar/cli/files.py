@@ -355,7 +355,7 @@ def run_passes(
     print_after: Sequence[str] = (),
     before: int = 0,
 ) -> tuple[Program, dict[str, str]]:
-    """Returns the program after the passes it has not behind it yet, and the texts after the passes in `print_after`.
+    """Returns the program after the passes it has not had yet, and the texts after the passes in `print_after`.
 
     Args:
         before: number of the pass that made the program, where the folder holds what led to it.

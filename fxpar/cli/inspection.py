@@ -106,7 +106,7 @@ def _difference(before: Program, after: Program) -> dict[str, Any]:
 
 
 def _lines(program: Program) -> dict[str, str]:
-    """Returns the line of each node by its name, of those in a region behind the region's."""
+    """Returns the line of each node by its name, of those in a region after the region's."""
     from fxpar.ir.regions import regions
     from fxpar.text.printing import node_text, region_text
 
@@ -147,7 +147,7 @@ def comm(
     size: Sizes = None,
     of_stage: OfStage = None,
 ) -> CommandResult:
-    """Lists every collective of a training step: bytes, seconds, what travels beside it and what stays exposed.
+    """Lists every collective of a training step: bytes, seconds, what travels alongside it and what stays exposed.
 
     Of a pipeline those of each stage's step of a microbatch; `fxpar report` says what crosses its cuts.
     """

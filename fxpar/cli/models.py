@@ -286,7 +286,7 @@ def build(spec: str, batch: int | None, seq: int | None, seed: int) -> Built:
 def distance(outputs: Any, batch: Any) -> Tensor:
     """Returns a loss for models without one: the mean square distance of the first output from a wave.
 
-    The mean square of the output alone is constant behind a norm: it would have no gradient to look at.
+    The mean square of the output alone is constant after a norm: it would have no gradient to look at.
     """
     first: Tensor = outputs[0].float()
     return (first - torch.arange(first.shape[-1], device=first.device).float().cos()).square().mean()

@@ -34,7 +34,7 @@ _NUMBER = re.compile(r"[+-]?[0-9]{1,20}")
 _DECIMAL = re.compile(r"[0-9]{0,20}\.[0-9]{1,20}")
 
 
-# Records whose options stand behind one flag, as `--cost bandwidth=3e11`: by themselves their names say nothing.
+# Records whose options stand after one flag, as `--cost bandwidth=3e11`: by themselves their names say nothing.
 _BY_PAIRS = (CudaGraphs, Cost)
 
 

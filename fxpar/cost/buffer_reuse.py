@@ -1,7 +1,7 @@
 """When a buffer into which ranks copy may be written to again.
 
 Enters: a step with the calls of its regions written out. Leaves: which of its collectives could be copies, and which
-of them may share a buffer; behind the pass `exchange` why the others are no copies.
+of them may share a buffer; after the pass `exchange` why the others are no copies.
 
 A rank copies into the others' memory without asking whether they have read what was there. That they have follows from
 the order of the program, which is that of all ranks: each collective over the same ranks is a *handshake*, of which
@@ -9,7 +9,7 @@ nobody sees the end before all have begun it. So two uses of a buffer are *apart
 them: it needs the result of the one, and the other needs its result. What depends on nothing keeps no order, whoever
 schedules the operations.
 
-From call to call the device keeps the order: all of a call runs behind all of the one before, whichever parts of a step
+From call to call the device keeps the order: all of a call runs after all of the one before, whichever parts of a step
 they are (a forward, a backward, another microbatch). What *opens* a call, so that no collective lies before it, may
 follow what *closed* another. Hence the rule: what opens a call has an odd buffer, what closes one an even buffer, and
 what does both has none.

@@ -474,7 +474,7 @@ def occurring_powers(program: Program) -> list[Powers]:
 
 
 def sample_sizes(powers: Sequence[Powers], sizes: Mapping[str, int]) -> list[dict[str, int]]:
-    """Returns where to count: one point for each power, the first at `sizes`, and behind them one to check.
+    """Returns where to count: one point for each power, the first at `sizes`, and after them one to check.
 
     Towards smaller sizes where there is room, since models bound their sizes from above. Never below 2: what has one
     row alone is laid out otherwise.

@@ -164,7 +164,7 @@ def _runs(program: Program) -> Iterator[tuple[str, str, list[fx.Node]]]:
 # A node of a step belongs to attention (`attn`: norm, attention and the sum with what entered) or MLP (`mlp`: norm,
 # MLP and that sum), or to nothing outside of layers.
 # A layer is the smallest numbered module of the author's that has an attention and, outside of the attention's
-# module, a matrix product. In it all up to the sum behind the attention is `attn`, and the rest `mlp`. A node of the
+# module, a matrix product. In it all up to the sum after the attention is `attn`, and the rest `mlp`. A node of the
 # backward belongs where the forward's of its module and line do.
 
 

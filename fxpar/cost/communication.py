@@ -57,7 +57,7 @@ class Collective:
 
 
 def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> list[Collective]:
-    """Returns all collectives in program order; of a forward with those of the backward, each behind its coercion's.
+    """Returns all collectives in program order; of a forward with those of the backward, each after its coercion's.
 
     Those of a step are what its nodes send. Those of a forward that is yet to be differentiated follow from the
     coercions' conjugates.

@@ -114,7 +114,7 @@ class Traffic:
         bytes: of the whole values (what an all-gather yields, a reduction takes in), all together.
         formula: the same in closed form.
         copied: how many of them are copies between the ranks' memories.
-        one_shot: how many of these are one kernel, as nothing is computed beside them, or as it picks the rows.
+        one_shot: how many of these are one kernel, as nothing is computed alongside them, or as it picks the rows.
         reasons: why the others go through the process group.
         needed: bytes of the copied ones that are expected to travel, where these are tokens for ranks that need them
             alone; 0 where nothing is picked.

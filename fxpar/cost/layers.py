@@ -107,7 +107,7 @@ class Rows:
     """Which tokens are operations on rows, and what a cut between them costs.
 
     Attributes:
-        inside: of each token whether a cut may be moved behind it.
+        inside: of each token whether a cut may be moved after it.
         near: of each token the last one that reads its value, and that one kernel can compute with it; or itself.
     """
 
@@ -115,7 +115,7 @@ class Rows:
     near: Sequence[int]
 
     def split(self, cut: int) -> int:
-        """Returns how many values are made in front of a cut and read again behind it."""
+        """Returns how many values are made in front of a cut and read again after it."""
         begin = cut
         while begin and self.inside[begin - 1]:
             begin -= 1
@@ -235,14 +235,14 @@ def behind_rows(
     compute it then, of which one reads again what the other has written. Cuts are moved to where fewest values are
     read again, if these are fewer, and to the first of these places; what else lives there is written in any case, for
     a product or a collective to read it. Parts that touch are moved by one distance, or not at all: each loses in
-    front what it gains behind, so that equal ones stay equal and no part is lost.
+    front what it gains at the back, so that equal ones stay equal and no part is lost.
 
     Args:
         spans: parts in order.
         until: as for `parts`.
     """
     moved: list[tuple[int, int]] = []
-    free = len(tokens)  # where what stands behind begins
+    free = len(tokens)  # where what comes after begins
     for chain in reversed(_chains(spans)):
         by = _distance([start for start, _ in chain] + [chain[-1][1]], tokens, until, rows, free)
         moved = [(start + by, stop + by) for start, stop in chain] + moved
@@ -262,7 +262,7 @@ def _chains(spans: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 def _distance(cuts: Sequence[int], tokens: Sequence[int], until: Sequence[int], rows: Rows, free: int) -> int:
-    """Returns by how much all cuts are moved; the tokens on the way are those behind any of them."""
+    """Returns by how much all cuts are moved; the tokens on the way are those after any of them."""
     inner = cuts[1:-1]
     if not inner:
         return 0

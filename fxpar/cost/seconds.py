@@ -1,7 +1,7 @@
 """Seconds of a training step on one rank, by the constants of `Cost`.
 
 Enters: FLOPs, bytes and elements; or a step with the calls of its regions written out. Leaves: seconds of products, of
-memory and of collectives; of a step what each collective takes, the products beside which it travels, and the seconds
+memory and of collectives; of a step what each collective takes, the products next to which it travels, and the seconds
 for which a rank waits for it.
 """
 
@@ -179,7 +179,7 @@ class Sending:
     """A collective, and the seconds that it takes alone.
 
     Attributes:
-        hideable: of its seconds those in which products can run beside it: all of what copy engines carry, which of
+        hideable: of its seconds those in which products can run alongside it: all of what copy engines carry, which of
             sums over more than two ranks is the first half of the way, none of what is sent in one shot, and of what
             the process group sends the part `Cost.hidden`.
     """

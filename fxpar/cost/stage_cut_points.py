@@ -87,7 +87,7 @@ class Divisible:
 
     @cached_property
     def live(self) -> list[float]:
-        """Returns bytes that cross each place: of values that are there before it and read behind it."""
+        """Returns bytes that cross each place: of values that are there before it and read after it."""
         changes = [0.0] * (len(self.order) + 1)
         for node in self.order:
             first, last = self.places[node], self.last_read[node]
@@ -230,7 +230,7 @@ def _is_cheap(node: fx.Node, products: Mapping[fx.Node, object], values: Mapping
 def candidates(forward: Divisible, stages: int, must: Sequence[int] = ()) -> list[int]:
     """Returns the places at which the order may be cut, ascending.
 
-    A place is none if less crosses another that is near, so that stages lose next to nothing by taking that. Behind the
+    A place is none if less crosses another that is near, so that stages lose next to nothing by taking that. After the
     loss there is none.
 
     Args:
@@ -342,7 +342,7 @@ def stage_shares(program: Program, sizes: Mapping[str, int] | None = None) -> tu
 def in_flight(ranks: int, virtual: int, rank: int) -> tuple[int, ...]:
     """Returns microbatches of each of a rank's stages whose activations it keeps at the peak of (interleaved) 1F1B.
 
-    That is behind its warmup and one forward more (SPEC section 3), of microbatches in groups of `ranks`, where there
+    That is after its warmup and one forward more (SPEC section 3), of microbatches in groups of `ranks`, where there
     are at least as many as that.
 
     Args:

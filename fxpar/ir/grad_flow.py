@@ -63,7 +63,7 @@ def plain(value: Any, of_node: Callable[[fx.Node], Hashable]) -> Hashable:
     if isinstance(value, fx.Node):
         return fx.Node, of_node(value)
     if isinstance(value, (list, tuple)):
-        # As below and above, without a call for most items: of a node this is asked behind each pass.
+        # As below and above, without a call for most items: of a node this is asked after each pass.
         return kind, tuple([(type(item), item) if type(item) in _ATOMS else plain(item, of_node) for item in value])
     if isinstance(value, dict):
         return dict, tuple([(name, plain(item, of_node)) for name, item in sorted(value.items())])

@@ -84,7 +84,7 @@ def take_name(graph: Any, name: str) -> None:
 
 
 def _enter(graph: Any, new: fx.Node, name: str) -> None:
-    """Enters a node as `fx.Graph.create_node` does with one that it has made; later names are as behind that."""
+    """Enters a node as `fx.Graph.create_node` does with one that it has made; later names are as after that."""
     take_name(graph, name)
     graph._graph_namespace.associate_name_with_obj(name, new)
     graph._insert(new)
@@ -168,7 +168,7 @@ class Note:
         uncaptured: why no CUDA graph can hold the node of a step, or is to; empty where one can.
         stages: of a pipeline, that of the node; of a parameter, those that read it.
         buffer: through which ranks copy into each other's memory; 0 where they send through their process group.
-        one_shot: whether one kernel copies, waits and adds, as nothing is computed beside it, or picks rows.
+        one_shot: whether one kernel copies, waits and adds, as nothing is computed alongside it, or picks rows.
     """
 
     type: ValueType = None
@@ -534,7 +534,7 @@ def name_sizes(program: Program) -> None:
 
 
 def remove_dead(nodes: Sequence[fx.Node]) -> None:
-    """Erases those of the nodes that nothing uses; draws stay, since those behind them would take their bits."""
+    """Erases those of the nodes that nothing uses; draws stay, since those after them would take their bits."""
     for node in reversed(nodes):
         if node.op == "call_function" and not node.users and not note(node).random:
             node.graph.erase_node(node)

@@ -92,7 +92,7 @@ class Counted:
 
 
 def with_counted(counted: Iterable[Counted], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Returns values of the symbols of inputs, and behind them of what is counted: that of a balanced load."""
+    """Returns values of the symbols of inputs, and after them of what is counted: that of a balanced load."""
     return {**sizes, **{entry.name: max(evaluate(entry.balanced, sizes), 1) for entry in counted}}
 
 

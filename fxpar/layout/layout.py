@@ -28,7 +28,7 @@ with R, or the same on all of them, as with I, where the placement is *reduced* 
 v elements that n need not divide (a vocabulary): every rank holds p/n, of which the first are its ceil(v/n) elements or
 what is left of them, the others padding. In `s reversed` rank r holds the r-th block from the end of each run. And the
 runs may consist of segments: `b x (s | s reversed)` is the zigzag of context parallelism (SPEC section 6), in a
-flattened b·2s. A cut with such blocks is one run or its repetitions, with no other pieces beside it. Rules refuse
+flattened b·2s. A cut with such blocks is one run or its repetitions, with no other pieces next to it. Rules refuse
 these two (`Placement.in_rank_order`) where they do more than hand a cut on.
 """
 

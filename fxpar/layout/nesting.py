@@ -10,7 +10,7 @@ leaves; whatever speaks of a rank's part goes through `peel`.
 Two axes that cut one dimension either cut *different factors*, as dp the b and tp the s of a flattened b·s: then either
 may be listed first, with its pieces counted accordingly (`swapped`). Or one cuts the blocks of the other: then it is
 nested in it, and the order has a meaning. `spelled` gives each layout its one spelling: an axis that cuts the blocks of
-another stands behind it, everything else in the order of the mesh.
+another stands after it, everything else in the order of the mesh.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
 def _flattened(pieces: Sequence[Piece]) -> tuple[Piece, ...] | None:
     """Returns cuts of which some are reversed, as the shortest list that they repeat and how often they do.
 
-    None where runs of segments are repeated a symbolic number of times beside other pieces: no such cut fits.
+    None where runs of segments are repeated a symbolic number of times next to other pieces: no such cut fits.
     """
     times: Size = 1
     if len(pieces) == 1 and pieces[0].segments:
@@ -187,7 +187,7 @@ def peeled(
 
 
 def seen_by(layout: Layout, shape: Sequence[Size], axes: Mapping[str, int]) -> dict[str, tuple[Size, ...]]:
-    """Returns the shape that each axis sees; behind one that does not divide its dimension nothing changes."""
+    """Returns the shape that each axis sees; after one that does not divide its dimension nothing changes."""
     seen, shapes = tuple(shape), {}
     for axis, placement in layout:
         shapes[axis] = seen
@@ -353,7 +353,7 @@ def listed(layout: Layout, axes: Mapping[str, int], order: Sequence[str]) -> Lay
 
 
 def spelled(layout: Layout, axes: Mapping[str, int]) -> Layout:
-    """Returns the layout as it is written: nested axes behind those whose blocks they cut, else in the order of `axes`.
+    """Returns the layout as it is written: nested axes after those whose blocks they cut, else in the order of `axes`.
 
     Args:
         axes: sizes of the mesh axes, the outermost first.

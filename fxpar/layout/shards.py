@@ -160,7 +160,7 @@ def _padded_block(part: Tensor, piece: Piece, dim: int, n: int, rank: int) -> Te
 def real_part(piece: Piece, n: int, rank: int) -> tuple[int, int]:
     """Returns the first element and number of elements of a padded run that a rank holds besides its padding."""
     size = int(piece.size)
-    # Shared out as torch's Shard does it, rounded up. Each rank has its padding behind its own share.
+    # Shared out as torch's Shard does it, rounded up. Each rank has its padding after its own share.
     share = -(-size // n)
     first = min(rank * share, size)
     return first, min(share, size - first)
@@ -194,7 +194,7 @@ def whole(blocks: Sequence[Tensor], placement: Placement, sizes: Mapping[str, in
 
 
 def without_padding(part: Tensor, layout: Layout, axes: Mapping[str, int], coordinates: Mapping[str, int]) -> Tensor:
-    """Returns what a rank holds, less the padding behind it."""
+    """Returns what a rank holds, less the padding after it."""
     for axis, placement in layout:
         for piece in placement.pieces:
             if piece.padded:

@@ -29,13 +29,13 @@ class Cost(OptionGroup):
         memory: bytes a second of a rank's memory.
         least_copy: bytes from which on ranks of one machine copy into each other's memory (`collective_transport`);
             what is smaller they send through their process group, whose latency is less.
-        copy_latency: seconds that such a copy takes besides its bytes, until what it brought can be read. A sum beside
+        copy_latency: seconds that such a copy takes besides its bytes, until what it brought can be read. A sum next to
             which less is computed is one kernel, however small; with 0 none is.
         multiprocessors: of a rank's GPU, which compute as many tiles of a product at a time; with 1 every product runs
             at the full rate.
         kernel_latency: seconds between two kernels that are queued already, as in a CUDA graph.
-        hidden: of what the process group sends, the part that products beside it can hide. Its kernels need the
-            multiprocessors, which products have: on two H200 nothing was hidden beside a product of one wave. What
+        hidden: of what the process group sends, the part that products alongside it can hide. Its kernels need the
+            multiprocessors, which products have: on two H200 nothing was hidden alongside a product of one wave. What
             copy engines carry is hidden whole.
         axes: bandwidth and latency, or one of them, of axes whose ranks have other links, by name: where data ranks
             are on different machines, `{"dp": {"bandwidth": 45e9, "latency": 2e-5}}`.

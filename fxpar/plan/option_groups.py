@@ -137,7 +137,7 @@ class Communication(OptionGroup):
     Attributes:
         collective_transport: how the ranks of an axis send what is large in each microbatch of a training step.
             `nccl`: through their process group, whichever backend that has. `copy`: into each other's memory, on GPUs
-            by copy engines, which leave the multiprocessors to products, or a kernel where there are none beside it;
+            by copy engines, which leave the multiprocessors to products, or a kernel where there are none alongside it;
             ranks that cannot are refused. `auto`: so between two GPUs that reach each other's memory; between more
             NCCL is faster. What is smaller than `cost.least_copy`, but for such kernels, and what is sent once a step
             the group sends.
@@ -190,7 +190,7 @@ class Experts(OptionGroup):
             graphs.
         recv_capacity_factor: of dispatch other than `dropless`, how many places its buffers have, as a multiple, of at
             least 1, of what they need where the load is even, and no more than tokens may ever need. A training step in
-            which more rows come is noticed behind its backward, before its gradients count, and repeated with buffers
+            which more rows come is noticed after its backward, before its gradients count, and repeated with buffers
             of as many places as may be needed; calls outside of `train_step` have these always. None: all do.
         capacity_factor: a limit of the rows that an expert takes, as a multiple of what each gets of a rank's T tokens
             where the load is even: ceil(T·K / E · capacity_factor) of each source for K of E experts a token. Sources

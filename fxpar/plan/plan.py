@@ -82,7 +82,7 @@ class Plan:
             kind must agree. The order of lines is irrelevant: they are stored sorted.
         batch_dims: by path of an input (`labels`, `batch.0`) which of its dimensions is the rows of the batch, where
             that is not the first, or not one dimension alone.
-        pad_values: by path of an input what stands in it behind the end of a sequence, for data ranks whose batches
+        pad_values: by path of an input what stands in it after the end of a sequence, for data ranks whose batches
             have other lengths: 0 by itself, in a mask what masks, in targets of a loss what it ignores.
         loss_reduction: what the loss of a step is where it is a mean. `mean` is that over the rows of all data ranks of
             a microbatch, averaged over microbatches; `token` that over all that counts in the step; `local_mean` the
@@ -209,7 +209,7 @@ class Plan:
         yield from self._wrong_groups()
 
     def _wrong_groups(self) -> Iterator[str]:
-        """Yields what is wrong with records, and with records beside other options once these are records."""
+        """Yields what is wrong with records, and with records together with other options once these are records."""
         wrong: list[str] = []
         for name, kind in GROUPS.items():
             record = getattr(self, name)
@@ -253,7 +253,7 @@ class Plan:
             yield "cuda_graphs: stages of a pipeline are not captured yet: leave it out, or pp=1"
 
     def _wrong_experts(self) -> Iterator[str]:
-        """Yields what is wrong with a dispatch beside other options."""
+        """Yields what is wrong with a dispatch together with other options."""
         dispatch, factor, graphs = self.experts.dispatch, self.experts.recv_capacity_factor, self.cuda_graphs
         if factor is not None:
             if self.ep == 1 or dispatch == "dropless":

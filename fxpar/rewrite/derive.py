@@ -219,7 +219,7 @@ class _DifferentiatedCall:
             outputs = list(result) if isinstance(result, (list, tuple)) else [result]
             forward.update(node.name for node in graph.nodes)
             pairs = [(o, tangent(o)) for o, flag in zip(outputs, self.tangents, strict=True) if flag]
-            # Some operations give values beside their results that PyTorch lets no gradient through.
+            # Some operations give values besides their results that PyTorch lets no gradient through.
             pairs = [(o, g) for o, g in pairs if o.requires_grad]
             sources = [leaves[i] for i in self._differentiated]
             gradients: list[Tensor | None] = [None for _ in sources]

@@ -138,7 +138,7 @@ def _nodes(args: Sequence[Any]) -> list[fx.Node]:
 class BackwardEmitter:
     """Creates nodes in the graph of a program.
 
-    Backward nodes stand behind those of the forward, and nodes of the parameter phase behind these.
+    Backward nodes stand after those of the forward, and nodes of the parameter phase after these.
     """
 
     def __init__(self, program: Program, flags: dict[fx.Node, tuple[bool, ...]]) -> None:
@@ -374,13 +374,13 @@ class BackwardEmitter:
         return spelled(layout.with_(axis, placement), axes)
 
     def _with_summands(self, node: fx.Node) -> None:
-        """Makes zeros beside summands those of one rank: what is added to a sum is added once."""
+        """Makes zeros next to summands those of one rank: what is added to a sum is added once."""
         inputs = operands(node)
         if not self._zeros.intersection(inputs) or node.target in (operator.getitem, r_to_p):
             return
         for axis in self.program.axes:
             placements = [layout.on(axis) for o in inputs for layout in output_layouts(o)]
-            # Beside shards of the dimension along which parts are joined they are a segment that all ranks hold.
+            # Next to shards of the dimension along which parts are joined they are a segment that all ranks hold.
             joined = node.target is aten.cat.default and any(self._joins(node, p) for p in placements)
             if any(p.kind == "P" or p.partial for p in placements) or joined:
                 changed = {i: P for i, o in enumerate(inputs) if o in self._zeros and placements[i] == R}

@@ -115,7 +115,7 @@ class _Norm:
         return total if factor == 1 else self._c.call("elements", aten.mul.Tensor, (total, factor), self._kind)
 
     def _along(self, suffix: str, value: fx.Node) -> fx.Node:
-        """Returns what is of channels, beside a value with dimensions behind these."""
+        """Returns what is of channels, next to a value with dimensions after these."""
         if self._rank <= 2:
             return value
         kind = tensor_type(value)
@@ -345,7 +345,7 @@ def _viewed(indexing: _Indexing, positions: Sequence[int]) -> fx.Node:
 
 
 def _gathered(indexing: _Indexing, x: fx.Node, others: Sequence[fx.Node], wide: Sequence[int]) -> fx.Node:
-    """Args: x: the rows in front; wide: the dimension of the broadcast indices behind the rows that has a size."""
+    """Gathers from `x`, the rows in front; `wide` is the dimension of the indices after the rows that has a size."""
     shape, rank = tensor_type(x).shape, len(indexing.common)
     rest = shape[1 + len(others) :]
     at = _position(indexing, x, others)

@@ -1,7 +1,7 @@
 """Sizes of a program as PyTorch's symbolic integers, and back.
 
 Enters: the symbols of a program, and the conditions that their sizes satisfy. Leaves: a symbolic integer for each of
-its sizes, and the size that one stands for; or what a trace has assumed of sizes beside that.
+its sizes, and the size that one stands for; or what a trace has assumed of sizes besides that.
 """
 
 from __future__ import annotations

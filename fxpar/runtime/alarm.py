@@ -1,4 +1,4 @@
-"""The first error behind which the ranks of a module cannot go on, and how all of them learn it.
+"""The first error after which the ranks of a module cannot go on, and how all of them learn it.
 
 Enters: an error that leaves a rank in the middle of what all ranks do together. Leaves: its text on all ranks within a
 second, and no rank, kernel or stream that waits for another.
@@ -142,7 +142,7 @@ class Alarm:
     def look_around(self, store: Store | None) -> None:
         """Calls the roll where a connection is gone, in a call that lasts; `store` is None where that is gone.
 
-        Without waiting: it is asked again and again, and answers others meanwhile. Of a store that is gone behind a
+        Without waiting: it is asked again and again, and answers others meanwhile. Of a store that is gone after a
         call nothing is said: at the end of a program one process is the first to end.
         """
         call = self.call or (self.queued if store is not None else None)
@@ -211,7 +211,7 @@ class Alarm:
                 refuse(error)
             self.first = error
         self.hang_up()
-        for stop in reversed(self._stops):  # communicators come last: their kernels may stand behind other waits
+        for stop in reversed(self._stops):  # communicators come last: their kernels may stand after other waits
             try:
                 stop(self.error)
             except RuntimeError as failure:  # of a broken device; what else waits must end too
@@ -223,7 +223,7 @@ class Alarm:
 
 
 def abort_groups(error: RankError) -> None:
-    """Ends what GPUs wait for in communicators of NCCL: of all groups, as one's kernels wait behind another's.
+    """Ends what GPUs wait for in communicators of NCCL: of all groups, as one's kernels wait after another's.
 
     On a thread of its own: kernels end at once, but NCCL goes on when the last graph is gone that recorded some.
     """
@@ -392,7 +392,7 @@ _HEAD, _PAYLOAD = 6, 6
 
 
 class Failed(Enum):
-    """Whether a rank failed: in front of its first collective, or behind it."""
+    """Whether a rank failed: in front of its first collective, or after it."""
 
     NOT = 0
     EARLY = 1
@@ -409,7 +409,7 @@ class Met:
     Attributes:
         failed: the first rank that failed, None where none did; one that was late comes first.
         all_failed: whether no rank did not.
-        is_late: whether a rank failed behind its first collective.
+        is_late: whether a rank failed after its first collective.
         all_late: whether all of them did.
         calls: the most that a rank has begun.
         points: the most agreements in it.

@@ -176,7 +176,7 @@ class StepCalls(_Calls):
         return saved
 
     def weight_backward(self, saved: Values, place: GradientSink | None = None) -> dict[str, Tensor]:
-        """Runs the calls behind `input_backward`."""
+        """Runs the calls after `input_backward`."""
         for index in range(self.early, len(self.backward_calls)):
             self.run_backward(index, saved, place)
         return {name: saved[name] for name in self.gives}
@@ -188,7 +188,7 @@ class StepCalls(_Calls):
             call(values)
             return
         owners = {value: fqn for fqn, value in ready.items()}
-        # A kernel may write a gradient straight into its buffer, which spares a copy behind it.
+        # A kernel may write a gradient straight into its buffer, which spares a copy after it.
         with into([place.destination(owners[value]) if value in owners else None for value in call.gives]):
             call(values)
         placed = place({fqn: values[value] for fqn, value in ready.items()})
@@ -237,11 +237,11 @@ def eager_calls(step: LoweredStep, *, whole: bool) -> StepCalls:
     return StepCalls(step, step.forward, backward, {}, whole=whole, early=step.early)
 
 
-# A lowered step, cut by phase: what runs in the forward, in the backward, and once behind all microbatches.
+# A lowered step, cut by phase: what runs in the forward, in the backward, and once after all microbatches.
 
 
 class Emptying(CodeGen):
-    """Code that takes its arguments as one list and empties it, so that each is freed behind its last use."""
+    """Code that takes its arguments as one list and empties it, so that each is freed after its last use."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
         """Returns the head of the function, and how it takes its arguments."""
@@ -263,7 +263,7 @@ class LoweredStep:
         graph: that, lowered.
         forward: its calls, which hand values on by name.
         backward: leaves what each rank has of the parameters' gradients.
-        parameter: makes the gradients of these, once behind all microbatches.
+        parameter: makes the gradients of these, once after all microbatches.
         whole_backward: both in one.
         results: names of the model's outputs' values.
         gradients: of each parameter that has one, the name of its value.

@@ -1,6 +1,6 @@
 """The load of experts in the last step: kept on the device, read when somebody asks.
 
-Enters: what each microbatch's step says of its experts' rows. Leaves: the numbers of all ranks, behind one small
+Enters: what each microbatch's step says of its experts' rows. Leaves: the numbers of all ranks, after one small
 collective a step; nothing waits for them before they are read.
 """
 
@@ -30,7 +30,7 @@ class Loads:
         names: of the outputs that say it.
         local_experts: experts of a rank in each of these layers.
         dropped: of the outputs that say how many rows were dropped.
-        counts: i64 [ranks, experts of a rank in all these layers, and behind them what each rank dropped in each].
+        counts: i64 [ranks, experts of a rank in all these layers, and after them what each rank dropped in each].
     """
 
     names: tuple[str, ...]

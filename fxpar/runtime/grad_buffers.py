@@ -74,7 +74,7 @@ class Buffers:
 
     Args:
         graphed: whether steps are replayed. What somebody else made a gradient (autograd, or the user) lies elsewhere
-            in each step: a step leaves its own in the buffer then, and it is added behind, where no graph knows of it.
+            in each step: a step leaves its own in the buffer then, and it is added later, where no graph knows of it.
         of_stage: whether other ranks of a pipeline have the rest.
 
     Attributes:
@@ -175,7 +175,7 @@ class Buffers:
 
     def _state(self, name: str, leaf: Tensor, inside: bool) -> Hashable:
         if leaf._backward_hooks:
-            return "hooked"  # and added behind what the hook makes of it
+            return "hooked"  # and added after what the hook makes of it
         is_apart = self._is_apart(name, leaf)
         if leaf.grad is None or is_apart:
             self._buffer(name, leaf)
@@ -190,7 +190,7 @@ class Buffers:
         Args:
             parameters: by name.
             gradients: of some, as each rank has them; those of `placed` are where they belong.
-            behind: `attach` adds, behind the graph in which this is, what is added behind it.
+            behind: `attach` adds, after the graph in which this is, what is added after it.
         """
         fresh: list[tuple[Tensor, Tensor]] = []
         more: list[tuple[Tensor, Tensor]] = []
@@ -216,7 +216,7 @@ class Buffers:
 
     @torch.no_grad()
     def attach(self, leaves: Mapping[str, Tensor], names: Iterable[str]) -> None:
-        """Gives leaves that have no gradients their buffers, in which they are, and adds what is added behind."""
+        """Gives leaves that have no gradients their buffers, in which they are, and adds what is added afterwards."""
         if self._is_added:
             return
         if self._is_fresh:
@@ -236,7 +236,7 @@ class Buffers:
             torch._foreach_add_([grad for grad, _ in more], [buffer for _, buffer in more])
 
     def _is_apart(self, name: str, leaf: Tensor) -> bool:
-        """Returns whether a step adds to a parameter's gradient behind its graph."""
+        """Returns whether a step adds to a parameter's gradient after its graph."""
         known = self._buffers.get(name)
         if not self._graphed or leaf.grad is None:
             return False

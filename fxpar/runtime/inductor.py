@@ -156,10 +156,10 @@ class Inductor:
 
 
 def cache_tag() -> str:
-    """Returns what Inductor's cache on disk tells code apart by, behind the user's own tag.
+    """Returns what Inductor's cache on disk tells code apart by, after the user's own tag.
 
     Inductor's key leaves out the processor's vectors: code for those of 8 numbers, loaded where a vector has 16, writes
-    behind the end of its results. It knows operators by their names alone: code that another version of them led to
+    after the end of its results. It knows operators by their names alone: code that another version of them led to
     would compute something else.
     """
     return f"{compiler_config.cache_key_tag}{_vectors()}{_fingerprint()}"
@@ -215,7 +215,7 @@ def place_products(graph: fx.Graph) -> int:
 
 # Sums that a compiled pair keeps for its backward.
 #
-# Where a backward needs the sum of two values alone, as a norm behind a residual connection does, PyTorch's min-cut
+# Where a backward needs the sum of two values alone, as a norm after a residual connection does, PyTorch's min-cut
 # keeps one of them if the other is kept anyway: as many bytes, and more to read for each kernel that adds them again.
 
 

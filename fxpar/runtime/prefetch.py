@@ -27,7 +27,7 @@ _POISON = 0xFF  # NaN in every floating type
 
 
 class Side(Protocol):
-    """Where batches are copied beside the steps."""
+    """Where batches are copied alongside the steps."""
 
     def begin(self, value: Tensor) -> Tensor:
         """Begins to copy a tensor; gives where it will be."""
@@ -188,7 +188,7 @@ def _read(source: Iterator[Any], side: Side) -> tuple[Any, Any] | None:
     batch = next(source, _END)
     if batch is _END:
         return None
-    with torch.inference_mode(False):  # a batch may be read ahead in an evaluation, and trained on behind it
+    with torch.inference_mode(False):  # a batch may be read ahead in an evaluation, and trained on after it
         return _moved(batch, side.begin, {}), side.sent()
 
 

@@ -273,7 +273,7 @@ _MOVING = frozenset(
         aten.view.default,
     }
 )
-# What makes equal rows, and what makes of each row one of its own; beside what is element-wise.
+# What makes equal rows, and what makes of each row one of its own; besides what is element-wise.
 _REPEATING = frozenset(
     {
         aten.expand.default,
@@ -294,7 +294,7 @@ class FittedBatch:
 
     Attributes:
         batch: its sequences are as long as the longest of all.
-        unproven: paths of the entries in which nobody said what stands behind the end.
+        unproven: paths of the entries in which nobody said what stands after the end.
         fills: the batch with other values there; None where all is said.
         rows: of each data rank, where they differ.
         places: the rows of all, and those before this rank's, i64 scalars; where they differ.
@@ -404,7 +404,7 @@ def _padded(value: Tensor, lengths: dict[int, int], fill: float | bool) -> Tenso
 
 
 def _filling(compiled: Compiled, path: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Returns what stands behind the end of an input and, where nobody said so, something else that may as well."""
+    """Returns what stands after the end of an input and, where nobody said so, something else that may as well."""
     said = compiled.program.plan.pad_values
     if path in said:
         return said[path], None

@@ -8,7 +8,7 @@ a name, waiting has a limit whatever the backend, and a rank that fails leaves i
 
 A call whose program is there meets once, in front of its first collective: a few words over a group of the hosts
 (`Meeting`), together with what `rank_batches.py` compares. A rank that has failed by then says so in its place, and all
-raise its error; nothing is under way, and the next call works. An error behind that leaves ranks at different points,
+raise its error; nothing is under way, and the next call works. An error after that leaves ranks at different points,
 which nothing brings together again: it goes to all of them by the alarm (`alarm.py`), and further calls are refused.
 """
 
@@ -107,14 +107,14 @@ class Agreement:
         self._entered, self._is_told, self._raised = False, False, None
 
     def check_steps(self) -> None:
-        """Refuses a call behind an optimizer's step that an error ended, and somebody caught.
+        """Refuses a call after an optimizer's step that an error ended, and somebody caught.
 
         Raises:
             InputError: there was one. Where it was not on all ranks, no call can be made any more.
         """
         if self.stepping and self.size > 1:
             name, self.stepping = self.stepping, ""
-            self._entered = True  # the ranks stand at different points as behind a collective
+            self._entered = True  # the ranks stand at different points as after a collective
             raise InputError(
                 f"a step of {name} was broken off, so that parameters of this rank may be of another step than those "
                 "of others",
@@ -245,7 +245,7 @@ class Agreement:
     def _share(self, store: Store, error: Exception) -> None:
         """Meets all ranks, which raise the first one's error.
 
-        In front of the collectives of a call nothing is under way. Behind the first of them an error of fxpar may be
+        In front of the collectives of a call nothing is under way. After the first of them an error of fxpar may be
         that of all ranks, who come with the same words then; else the others are somewhere else, and wait for this one.
         """
         failed = Failed.LATE if self._entered else Failed.NOT if self._is_told else Failed.EARLY
@@ -590,6 +590,6 @@ def _brief(facts: Mapping[str, str]) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Returns the error in short: without gloo's source file before it and its advice behind it."""
+    """Returns the error in short: without gloo's source file before it and its advice after it."""
     line = (str(error) or type(error).__name__).splitlines()[0]
     return re.sub(r"^\[\S*/gloo/\S*\] ", "gloo: ", line).split(". This is")[0]

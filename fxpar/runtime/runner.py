@@ -203,7 +203,7 @@ class Runner:
         return {name: outputs[name] for name in requested}
 
     def _committed(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the outputs of a forward, behind which the buffers are what it has made of them."""
+        """Returns the outputs of a forward, after which the buffers are what it has made of them."""
         new = Written()
         new.add(outputs)
         new.commit(self.tensors.all)
@@ -460,7 +460,7 @@ class ForwardBackward:
 def check_padding(
     call: BoundBatch, run: Callable[[BoundBatch], Sequence[Tensor | None]], somewhere: Callable[[bool], bool]
 ) -> None:
-    """Refuses a model whose loss, or a gradient of it or a buffer, depends on what stands behind the end of sequences.
+    """Refuses a model whose loss, or a gradient of it or a buffer, depends on what stands after the end of sequences.
 
     What a mask leaves out is left out to the last bit: no more than the order of a sum may differ. It is tried once for
     each program and input.

@@ -65,7 +65,7 @@ class Sharded(DTensor):
 
     @staticmethod
     def __new__(cls, part: Tensor, place: ShardSpec) -> Sharded:
-        """Makes a tensor without memory of its own beside the part."""
+        """Makes a tensor without memory of its own next to the part."""
         tensor: Sharded = Tensor._make_wrapper_subclass(
             cls, place.shape, strides=place.stride, dtype=part.dtype, device=part.device
         )

@@ -249,7 +249,7 @@ class Steps:
         values = self._values(sources)
         calls = self.calls(sizes, step, values, whole=whole)
         runnable = self.graphs.step(calls, values, partial(self.moving, sources, values), (gradients, rows))
-        # Behind all that may fail on one rank alone, such as compiling or the number
+        # After all that may fail on one rank alone, such as compiling or the number
         # of graphs, and in front of the first collective.
         self.enter()
         outputs, saved = runnable.forward(values, sizes)

@@ -134,7 +134,7 @@ class Training:
 
         Args:
             parts: the microbatches, or one batch that is cut into so many of them as `count` says.
-            options: with an optimizer it steps, and the gradients are freed behind it.
+            options: with an optimizer it steps, and the gradients are freed after it.
 
         Raises:
             InputError: a batch does not fit the model, what pads it matters, or there is no loss or nothing to train.
@@ -185,7 +185,7 @@ class Training:
             loss, gradients = left.loss, self._waiting.finished(left.unfinished, left.signature, left.finish)
         else:
             loss, gradients = self._microbatches(calls, state(), rows, options, new)
-        # Behind the last backward: it may still read the old values of the buffers that the forward has updated.
+        # After the last backward: it may still read the old values of the buffers that the forward has updated.
         new.commit(self._tensors.all)
         self._buffers.add(parameters, gradients, self._graphs.holds_steps and options.optimizer is None)
         names = tuple(gradients)

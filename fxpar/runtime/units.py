@@ -88,7 +88,7 @@ def _numbers(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _ordered(graph: fx.Graph, numbers: Collection[fx.Node], nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-    """Puts numbers in front of the segment's nodes, but those that are sizes of what it makes itself behind that.
+    """Puts numbers in front of the segment's nodes, but those that are sizes of what it makes itself after that.
 
     Of those in front many segments read the same ones, which the first made: left where they are, they would make its
     text another than that of its like.
@@ -275,7 +275,7 @@ def computing_again(backward: Segment, partner: Segment | None, forward: Sequenc
     large = [node for node in needed if _is_large(node) and _owner(node) in computed]
     there = reads.difference(large) | of_partner
     again: set[fx.Node] = set()
-    for node in large:  # behind what it is made of
+    for node in large:  # after what it is made of
         copies, sources = _copies(node, computed, there, numbers)
         if len(sources) == 1 and _is_smaller(sources[0], node):
             there.add(sources[0])

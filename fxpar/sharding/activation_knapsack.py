@@ -163,7 +163,7 @@ class _BinaryProgram:
 
     def at_least(self, row: Mapping[int, float], bound: float) -> None:
         """Adds a linear constraint, of coefficients not larger than 1."""
-        # Bytes stand beside ones in a constraint, and solvers take coefficients so far apart for rounding.
+        # Bytes stand next to ones in a constraint, and solvers take coefficients so far apart for rounding.
         scale = max(abs(value) for value in row.values())
         self._rows.append({i: value / scale for i, value in row.items()})
         self._bounds.append(bound / scale)

@@ -117,7 +117,7 @@ def _signature(
     produced = _outputs(call, needs, carries)
     if not isinstance(produced, Refusal):
         return needs, produced
-    # What is made of parameters by a backward that takes whole gradients alone: theirs are summed behind it.
+    # What is made of parameters by a backward that takes whole gradients alone: theirs are summed after it.
     whole = [I] * len(placements)
     is_whole = all(placement == I or not flag for placement, flag in zip(placements, carries, strict=True))
     other = _outputs(call, whole, carries) if is_whole and not any(p.is_shard for p in placements) else produced

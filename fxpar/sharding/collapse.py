@@ -26,7 +26,7 @@ from math import prod
 
 from fxpar.sharding.problem import Conversion, Given, Place, Problem, Use, cost_of, minimum
 
-# A value at a cut: its placement, and the placements to which it is converted before the cut and needed behind it.
+# A value at a cut: its placement, and the placements to which it is converted before the cut and needed after it.
 State = tuple[int, frozenset[int]]
 States = tuple[State, ...]
 
@@ -102,7 +102,7 @@ class _PlacedSegment:
 
     Attributes:
         entering: for each value that enters and is used its index at the cut before.
-        order: for each value at the cut behind it the index among those that leave, or, less one and negated, the
+        order: for each value at the cut after it the index among those that leave, or, less one and negated, the
             index at the cut before of one that passes.
     """
 
@@ -151,7 +151,7 @@ def _extended(
     table: _Solutions,
     reached: Mapping[States, tuple[float, States, tuple[int, ...]]],
 ) -> dict[States, tuple[float, States, tuple[int, ...]]]:
-    """Returns the shortest paths to the cut behind a segment, from those to the cut before it."""
+    """Returns the shortest paths to the cut after a segment, from those to the cut before it."""
     paths: dict[States, tuple[float, States, tuple[int, ...]]] = {}
     ends = list(product(*(states for _, states in step.segment.leaving)))
     for state, (cost, _, _) in reached.items():
@@ -227,7 +227,7 @@ def _cuts(problem: Problem) -> dict[int, tuple[_Crossing, ...]]:
 
 
 def _open_values(problem: Problem) -> Iterator[tuple[int, list[tuple[Place, list[Use]]]]]:
-    """Yields for each position the values that are made before it and used at or behind it, if they are few.
+    """Yields for each position the values that are made before it and used at or after it, if they are few.
 
     Left out are values of one placement in which all users want them.
     """
@@ -283,7 +283,7 @@ def _spans_of(uses: Sequence[Use]) -> _Spans:
 
 
 def _states_of(placements: Sequence[int], spans: _Spans, count: int) -> Iterator[State]:
-    """Yields the states at a cut behind `count` uses: what uses on both sides would pay may be paid."""
+    """Yields the states at a cut after `count` uses: what uses on both sides would pay may be paid."""
     for placement in placements:
         both = (
             target for (source, target), (first, last) in spans.items() if source == placement and first < count <= last

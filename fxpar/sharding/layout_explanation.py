@@ -33,7 +33,7 @@ class Explanation:
         compared: what else the operation offers. The whole program was solved again with these alone.
         runner_up: which of them the cheapest such program has; None where there is none, for `reason` then says why.
         extra: by how much the whole step would be longer then.
-        chain: the nodes behind it whose layouts it follows, nearest first, with their placements.
+        chain: the nodes after it whose layouts it follows, nearest first, with their placements.
     """
 
     node: str

@@ -417,7 +417,7 @@ def _why(options: AxisOptions, node: fx.Node, cut: Placement) -> str:
 
 
 def _cuts(options: AxisOptions, node: fx.Node) -> list[Placement]:
-    """Returns for each dimension the simplest cut that no view or split behind it tears.
+    """Returns for each dimension the simplest cut that no view or split after it tears.
 
     Weights of attention are cut between heads or not at all: their other dimension, which is summed, is only cut where
     the heads are divided plainly.
@@ -460,7 +460,7 @@ def _cuts(options: AxisOptions, node: fx.Node) -> list[Placement]:
 
 
 def _add_met(options: AxisOptions, node: fx.Node, dim: int, cuts: list[Placement]) -> None:
-    """Adds the cut of the parts that a sum over the dimension takes in, beside the plain one."""
+    """Adds the cut of the parts that a sum over the dimension takes in, next to the plain one."""
     met = met_cut(node, dim, options.weights)
     if met is None or met in cuts or not fits(met, output_types(node)[0].shape, options.n):
         return

@@ -119,7 +119,7 @@ class PropagationNode:
 
 @dataclass(frozen=True)
 class _Rest:
-    """What a trail met behind a value, when it had reached nothing else whose users come later.
+    """What a trail met after a value, when it had reached nothing else whose users come later.
 
     Whatever trail gets there so, with the same placements, meets the same from there on: an operation of later layers
     reads nothing else that it has seen. Hence trails through the residual stream, which all later layers read, are
@@ -128,7 +128,7 @@ class _Rest:
     Attributes:
         trail: to its end.
         seen: how many values it had seen there; likewise `refused` and `vocabulary`.
-        factored: whether a view behind it did that; likewise `inner`.
+        factored: whether a view after it did that; likewise `inner`.
     """
 
     trail: Trail
@@ -232,7 +232,7 @@ def _followed(node: fx.Node, placement: Placement, n: int, weights: Weights, arr
             if outputs and any(p.is_shard for p in outputs) and user not in trail.seen:
                 trail.seen[user] = outputs
                 waiting.append(user)
-    # From the end on: what a view did behind a value, it did behind all values before that.
+    # From the end on: what a view did after a value, it did after all values before that.
     for key, before in reversed(passed):
         weights.rests[key] = replace(before, factored=trail.factored, inner=trail.inner)
         trail.factored |= before.factored

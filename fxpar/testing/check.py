@@ -10,7 +10,7 @@ of operands for which some placement of each output is right, for these values a
 Operands that do not divide must be refused. This is the method of PyTorch's `strategy_validation`, with gradients.
 
 Not counted, because every rule has them: operands that are all R or all I. Not counted as misses: shards of the first
-or second half of a dimension without a sample's word that there are segments, and I beside R, S or P, which the type
+or second half of a dimension without a sample's word that there are segments, and I next to R, S or P, which the type
 system excludes.
 
 A rule of your own is checked in one line::
@@ -173,7 +173,7 @@ def candidates(
 
 
 def padded(t: torch.Tensor | TensorType, n: int) -> list[Placement]:
-    """Returns each dimension in blocks with one or two elements of padding behind."""
+    """Returns each dimension in blocks with one or two elements of padding at its end."""
     sizes = [(dim, size, -(-size // n) * n + n) for dim, size in enumerate(t.shape) if size > 1]
     return [Placement("S", dim, (Piece(1, size, padded=padded),)) for dim, size, padded in sizes]
 
@@ -404,7 +404,7 @@ def report_table(reports: Sequence[OracleReport], notes: Mapping[str, str] = Map
     return "\n".join(lines)
 
 
-# Brute force over what gradients are beside blocks: summands among the ranks that share them, zero in their padding.
+# Brute force over what gradients are besides blocks: summands among the ranks that share them, zero in their padding.
 
 
 def check_marks(target: Target, samples: Sequence[Sample], shards: Sequence[int] = (2, 4)) -> OracleReport:
@@ -463,7 +463,7 @@ def _with_sums(ins: tuple[Placement, ...]) -> Iterator[tuple[Placement, ...]]:
 
 
 def _with_padding(trial: Trial, call: OpCall, index: int, placement: Placement) -> Iterator[tuple[Placement, ...]]:
-    """Yields a padded operand beside each other one that is padded alike: what is contracted, or aligned, there."""
+    """Yields a padded operand next to each other one that is padded alike: what is contracted, or aligned, there."""
     if not placement.is_padded or len(trial.operands) > 3:
         return
     size = trial.operands[index].shape[placement.dim]

@@ -10,12 +10,12 @@ The values (left) and the gradients (right) that the ranks must hold for a globa
 I      x on every rank                 g on every rank
 R      x on every rank                 summands of g
 S      the rank's positions of x       the same positions of g; summands where several ranks hold them
-~      the same and anything behind    the same and zeros behind
+~      the same and anything after     the same and zeros after
 S; I   the rank's positions of x       the same positions of g
 S; P   the same, as summands of those  none: it is a gradient itself
        that several ranks hold
 ~; 0   the rank's positions of x and   none
-       zeros behind
+       zeros after
 P      summands of x                   g on every rank
 V      the rank's index                none
 =====  ==============================  ========================================================
@@ -103,7 +103,7 @@ def _held(pieces: Sequence[Piece], n: int, rank: int, start: int) -> list[int]:
 
 
 def padding(placement: Placement, n: int, rank: int) -> int:
-    """Returns elements that a rank holds behind those of the value."""
+    """Returns elements that a rank holds after those of the value."""
     return sum(int(piece.padded) // n for piece in placement.pieces if piece.padded) - (
         len(local_positions(placement, n, rank)) if placement.is_padded else 0
     )
@@ -250,7 +250,7 @@ def _blocks(
 def _has_zeros_behind(
     part: torch.Tensor, positions: torch.Tensor, elements: torch.Tensor, placement: Placement
 ) -> bool:
-    """Returns whether a rank holds nothing but zeros behind its elements."""
+    """Returns whether a rank holds nothing but zeros after its elements."""
     assert elements.shape[placement.dim] == len(positions)
     behind = part.narrow(placement.dim, len(positions), part.shape[placement.dim] - len(positions))
     return not behind.numel() or float(behind.abs().max()) <= TOLERANCE

@@ -342,7 +342,7 @@ def losses(d: Draw) -> dict[str, Samples]:
         for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div")
     }
     samples["soft_margin_loss"] = [sample(*two, how, fixed=(1,)) for how in (0, 1, 2)]
-    members = torch.full((n, c), -1)  # the classes of a row, -1 behind the last
+    members = torch.full((n, c), -1)  # the classes of a row, -1 after the last
     members[:, 0] = target
     samples["multi_margin_loss"] = [
         *(sample(logits, target, 1, 0.7, None, how) for how in (0, 1, 2)),

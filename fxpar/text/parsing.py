@@ -77,7 +77,7 @@ class Owned:
 
 
 def read_owned(scanner: Scanner, kind: str) -> Owned:
-    """Returns the head behind its opening bracket.
+    """Returns the head after its opening bracket.
 
     Args:
         kind: input, parameter, buffer or constant.
@@ -127,7 +127,7 @@ def constant(values: list[Any], kind: TensorType) -> torch.Tensor:
         fail(f"the values do not fit into {kind}", "write smaller numbers or sizes")
 
 
-# What stands behind the head of a node in a program's text: its type with layouts, its attributes and its comment.
+# What stands after the head of a node in a program's text: its type with layouts, its attributes and its comment.
 
 _TYPE = re.compile(r' : ([^{#"]*)')
 _BRACE = re.compile(r"\s*\{")
@@ -242,7 +242,7 @@ def parse_program(text: str, *, where: str = "program", operators: Mapping[str, 
     Args:
         text: as `print_program` wrote it.
         where: what to call the text in errors, for example a file's name.
-        operators: what may stand behind `fxpar.`, by name.
+        operators: what may stand after `fxpar.`, by name.
 
     Raises:
         TextError: the text is malformed; `where` has the line number.

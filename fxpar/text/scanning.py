@@ -254,7 +254,7 @@ def resolve(name: str, operators: Mapping[str, GraphOperator]) -> Any:
 
     Args:
         name: as the text writes it, without an axis.
-        operators: what may stand behind `fxpar.`, by name.
+        operators: what may stand after `fxpar.`, by name.
     """
     parts = name.split(".")
     if len(parts) == 3:

@@ -1,4 +1,4 @@
-"""The phases of a step: what runs in the forward, in the backward, and once behind all microbatches.
+"""The phases of a step: what runs in the forward, in the backward, and once after all microbatches.
 
 Enters: a program and its facts. Leaves: nothing, or `CheckFailed` that names the node.
 

@@ -196,7 +196,7 @@ def _has_default_type(node: fx.Node) -> bool:
 
 
 def _leave_default_type(graph: fx.Graph, node: fx.Node) -> None:
-    """Has a node, whose note is float64, give that type: by its argument, or cast behind it."""
+    """Has a node, whose note is float64, give that type: by its argument, or cast after it."""
     dtype = tensor_type(node).dtype
     target: Any = node.target
     if "dtype" in {argument.name for argument in target._schema.arguments}:

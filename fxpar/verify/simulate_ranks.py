@@ -64,7 +64,7 @@ class Phases:
         each: takes what the step takes; gives its outputs but for the parameters' gradients, and what is `unfinished`.
         outputs: names of the outputs that `each` gives.
         unfinished: names of the values that microbatches add up.
-        once: takes what the step takes, and behind it the sums of `unfinished`; gives the parameters' gradients.
+        once: takes what the step takes, and after it the sums of `unfinished`; gives the parameters' gradients.
         gradients: names of these.
     """
 

@@ -417,7 +417,7 @@ def _seed(device: torch.device) -> None:
 
 
 def _devices(device: torch.device) -> list[torch.device]:
-    """Returns whose generators a run draws from, beside the CPU's."""
+    """Returns whose generators a run draws from, besides the CPU's."""
     return [device] if device.type == "cuda" else []
 
 

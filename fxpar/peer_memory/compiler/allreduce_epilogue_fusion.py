@@ -6,7 +6,7 @@ shot, or over more than two ranks, is followed by a residual connection or a nor
 
 What belongs to a sum: in order, each operation on rows that reads one of the group, if all else that it reads was there
 before the sum. So no sum is moved, and nothing of the group waits for what waits for the group; views and small values
-behind the sum are made in front of it. Of these as many are taken as save most: a sum that nobody else reads is neither
+after the sum are made in front of it. Of these as many are taken as save most: a sum that nobody else reads is neither
 written nor read again, and what is only read by what could be computed with it is written for nothing.
 """
 
@@ -50,7 +50,7 @@ _SUMS: dict[Any, Any] = {
     _ops.taken_sum.default: _ops.taken_rows.default,
 }
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-# Behind the sum they may stand in front of it: of no cost, or small.
+# After the sum they may stand in front of it: of no cost, or small.
 _EARLIER = (*_VIEWS, aten.unsqueeze.default, aten.expand.default)
 # What Inductor may compute in one kernel with what is pointwise.
 _FUSIBLE: tuple[Any, ...] = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
@@ -110,7 +110,7 @@ class _Group:
         shape = self.total.meta["val"].shape
         self.width, self.rows = shape[-1], prod(shape[:-1])
         self.values[self.total] = 0
-        # What is there before the sum, or can be; and behind it what needs nothing else than that and the group.
+        # What is there before the sum, or can be; and after it what needs nothing else than that and the group.
         self.early, self.fusible = set[fx.Node](), set[fx.Node]()
         is_behind = False
         for node in list(self.total.graph.nodes):
@@ -122,7 +122,7 @@ class _Group:
                 self._look(node)
                 # The group is computed where the sum stands, that is in front of this write.
                 if _changes(node) and node not in self.values:
-                    break  # what is read behind it may not be what it was
+                    break  # what is read after it may not be what it was
 
     def _look(self, node: fx.Node) -> None:
         reads = node.all_input_nodes

@@ -160,7 +160,7 @@ def _word(dtype: torch.dtype) -> str:
 TILE = 4096
 # Registers of a thread: with more, not all programs would fit.
 REGISTERS = 64
-# Threads of a program: few, since those of one wait for each other behind each sum of a row.
+# Threads of a program: few, since those of one wait for each other after each sum of a row.
 _WARPS, _WARPS_OF_WIDE = 8, 16
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -201,7 +201,7 @@ class RowSource:
 def row_source(program: RowProgram, total: torch.dtype, operands: Sequence[torch.dtype]) -> RowSource:
     """Returns the parts of a kernel of a program, for these types of the sum and of the operands.
 
-    What is of half precision is computed in float32 and rounded behind each step, as torch's operators do.
+    What is of half precision is computed in float32 and rounded after each step, as torch's operators do.
     """
     names = [f"in{i}_ptr" for i in range(len(operands))] + [f"out{i}_ptr" for i in range(len(program.results))]
     wide = [wide_type(program.dtype(i, total, operands)) for i in range(1 + len(operands) + len(program.steps))]

@@ -4,7 +4,7 @@ Enters: ranks of one machine. Leaves: for each of them `SymmetricBuffer`, found 
 the memory of the machine for ranks on its processors, which has the logic of those of GPUs without GPUs.
 
 Terms: an *area* is what a rank has of a *buffer*: memory of its own that all ranks of the group can write to. A *flag*
-is a word of a rank for each buffer, stage and sender: the sender raises it behind its copy, and who waits for it takes
+is a word of a rank for each buffer, stage and sender: the sender raises it after its copy, and who waits for it takes
 it down. So a copy and its wait belong together one to one, and nothing counts: a captured graph that is replayed raises
 and takes down the same flags.
 
@@ -50,7 +50,7 @@ class SymmetricBuffer(ABC):
         poisons: whether what was read is overwritten with bytes that are no number, for tests.
         bytes: of the areas that this rank has.
         is_stopped: whether nobody waits here any longer, as the ranks have failed.
-        ended: called behind each copy that is taken.
+        ended: called after each copy that is taken.
     """
 
     rank: int
@@ -131,7 +131,7 @@ class SymmetricBuffer(ABC):
 
     @abstractmethod
     def beside(self, buffer: int, sent: Tensor) -> AbstractContextManager[None]:
-        """Puts copies, signals and waits behind what was computed so far, and beside what is computed next.
+        """Puts copies, signals and waits after what was computed so far, and alongside what is computed next.
 
         Args:
             sent: is kept until `join`.
@@ -139,11 +139,11 @@ class SymmetricBuffer(ABC):
 
     @abstractmethod
     def join(self, buffer: int) -> None:
-        """Lets what is computed next wait for what was done beside for this buffer."""
+        """Lets what is computed next wait for what was done alongside for this buffer."""
 
     @abstractmethod
     def signal(self, rank: int, buffer: int, stage: int) -> None:
-        """Raises this rank's flag at another, behind all copies there."""
+        """Raises this rank's flag at another, after all copies there."""
 
     @abstractmethod
     def wait(self, buffer: int, stage: int) -> None:
@@ -153,7 +153,7 @@ class SymmetricBuffer(ABC):
         """Returns the sum of the ranks' tensors x [rows, width], in new memory.
 
         Args:
-            is_sent: whether `send_blocks` sent this one, of more than two ranks; else nothing is computed beside it.
+            is_sent: whether `send_blocks` sent this one, of more than two ranks; else nothing is computed alongside it.
         """
         if self.size > 2:
             if not is_sent:
@@ -313,7 +313,7 @@ _SLOT_GRAIN = 128
 class RowBlocks:
     """Who owns which rows, and where in an area they are.
 
-    An area has a slot for the owner's rows as each rank sends them, and behind these the sum of all rows.
+    An area has a slot for the owner's rows as each rank sends them, and after these the sum of all rows.
 
     Attributes:
         rows: of the tensor.

@@ -202,7 +202,7 @@ def why_not_copy(groups: Iterable[Sequence[int]], places: Sequence[Mapping[str, 
 
 # Looks in the time limit, and the most seconds from one to the next.
 _LOOKS, _LONGEST = 20, 10.0
-# Looks behind which a rank whose sign does not change is silent.
+# Looks after which a rank whose sign does not change is silent.
 _SILENT = 3
 
 
@@ -249,7 +249,7 @@ class Watchdog:
     _thread: threading.Thread | None = None
 
     def mark(self, event: Event) -> None:
-        """Gives it an event that was just recorded behind all that was queued; it looks at the last one alone.
+        """Gives it an event that was just recorded after all that was queued; it looks at the last one alone.
 
         The one before may be recorded again: it is no longer looked at.
         """

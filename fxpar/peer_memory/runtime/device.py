@@ -2,7 +2,7 @@
 
 Enters: a process group whose GPUs reach each other's memory. Leaves: a `SymmetricBuffer` whose copies have a stream of
 their own. Nothing of that needs a multiprocessor: copy engines copy, and streams wait for flags and raise them by the
-driver's stream memory operations. A sum beside which nothing is computed is a kernel (`push_kernels`), and so
+driver's stream memory operations. A sum alongside which nothing is computed is a kernel (`push_kernels`), and so
 are rows of which values say where they go (`push_needed`). All of it can be captured.
 """
 
@@ -142,7 +142,7 @@ class GpuSymmetricBuffer(SymmetricBuffer):
     def rows_of_total(
         self, buffer: int, x: Tensor, text: str, operands: Sequence[Tensor], is_sent: bool = False
     ) -> list[Tensor]:
-        """Computes by one kernel too, behind the copies if there are any."""
+        """Computes by one kernel too, after the copies if there are any."""
         if self.size == 2:
             from fxpar.peer_memory.runtime.push_kernels import push_rows
 
@@ -297,7 +297,7 @@ def take_down(stream: int, addresses: Sequence[int]) -> None:
 
 
 def write_value(stream: int, address: int, value: int) -> None:
-    """Lets the stream write the word, behind all that it wrote before; it may be another device's.
+    """Lets the stream write the word, after all that it wrote before; it may be another device's.
 
     Raises:
         RuntimeError: the driver refuses.

@@ -3,7 +3,7 @@
 Enters: a rank's tensor, memory of both ranks into which the other one writes, and flags of both. Leaves: the sum. Needs
 Triton.
 
-Copy engines are better where something is computed beside them. Where nothing is, a copy is followed by the way of a
+Copy engines are better where something is computed alongside them. Where nothing is, a copy is followed by the way of a
 flag through two streams and by a kernel that reads all of it again; here what came first is added while the rest is
 under way.
 """
@@ -110,7 +110,7 @@ def push_sum(
     Args:
         x: [n], contiguous.
         there, here: [n] of its type: the other rank's memory, and this rank's into which the other writes.
-        flags_there, flags_here: int32[FLAGS] of both, zero before and behind.
+        flags_there, flags_here: int32[FLAGS] of both, zero before and after.
         stop: int32[1] of this device, and in pinned memory of the host, which sets it where nothing comes any more.
     """
     out = torch.empty_like(x)
@@ -200,7 +200,7 @@ def push_rows(
         text: of a `RowProgram`.
         x: [rows, width], contiguous.
         there, here: of its size and type: the other rank's memory, and this rank's into which the other writes.
-        flags_there, flags_here: int32[FLAGS] of both, zero before and behind.
+        flags_there, flags_here: int32[FLAGS] of both, zero before and after.
         stop: as of `push_sum`.
         operands: of the program, contiguous.
     """
@@ -344,7 +344,7 @@ def push_blocks(
         x: [rows, width], contiguous.
         rank: this one's number.
         areas: of all ranks, uint8[at least `row_blocks(x, ranks).bytes`].
-        flags: of all ranks, int32[FLAGS], zero before and behind.
+        flags: of all ranks, int32[FLAGS], zero before and after.
         stop: as of `push_sum`.
         operands: of the program, contiguous.
         is_sent: whether the slots of this rank's area hold what the others sent.

@@ -3,8 +3,8 @@
 Enters: a rank's tensor, the experts that all tokens chose, memory of all ranks into which the others write, and flags
 of all. Leaves: what `fxpar.peer_memory.compiler.symmetric_buffer` gives, to the bit. Needs Triton.
 
-Programs of two kinds run beside each other: the first write the rows that others need into their memory, and raise a
-flag behind each chunk of rows, whether anything of it was needed or not; the others wait for a chunk and read what is
+Programs of two kinds run alongside each other: the first write the rows that others need into their memory, and raise a
+flag after each chunk of rows, whether anything of it was needed or not; the others wait for a chunk and read what is
 needed of it. Which rows these are both find in the choice. So nothing waits for the host, no size depends on the
 routing, and what stands in the memory from before is never read. The first kind waits for nobody and comes first to
 the multiprocessors: the kernel ends however few of its programs run at once.
@@ -153,7 +153,7 @@ def push_needed(
         per_rank: experts of a rank.
         rank: this one's number.
         areas: of all ranks, uint8[at least n * `slot_stride`].
-        flags: of all ranks, int32[FLAGS], zero before and behind.
+        flags: of all ranks, int32[FLAGS], zero before and after.
         stop: as of `push_sum`.
     """
     size, choices, like = len(areas), chosen.shape[-1], x if way == "expand" else x[rank]

@@ -160,7 +160,7 @@ class _Cutting:
         return rows
 
     def _ends(self, stage: int) -> Sequence[int]:
-        """Returns where a stage may end, so that those behind it have a unit each."""
+        """Returns where a stage may end, so that those after it have a unit each."""
         if stage == self._stages - 1:
             return (self._count,)
         if stage + 1 in self._fixed:
@@ -294,7 +294,7 @@ def cuts_as_held(forward: Divisible, holders: Mapping[str, tuple[int, ...]]) -> 
         InputError: an operation reads parameters of different stages, or one of an earlier stage than is due.
     """
     count = forward.program.plan.pipeline_stages
-    # By stage, the last place that must be on it or before, and the first that must be on it or behind.
+    # By stage, the last place that must be on it or before, and the first that must be on it or after.
     last, first = [-1] * count, [len(forward.order)] * count + [forward.last + 1]
     now = 0
     for node in forward.order:
@@ -332,13 +332,13 @@ class CutExplanation:
 
     Attributes:
         stage: the one that begins there.
-        behind: the operation behind which the cut is, with its module.
+        behind: the operation after which the cut is, with its module.
         before: the one in front of which it is.
         reason: the plan's word, or what the runner-up would cost more.
-        seconds: of a microbatch, of the stage in front of the cut and of the one behind it, with what they send.
+        seconds: of a microbatch, of the stage in front of the cut and of the one after it, with what they send.
         bytes: of these stages: weights, what trains them, and what microbatches in flight keep.
         goals: of all stages together.
-        runner_up: the operation behind which the next best cut is, the other cuts being chosen anew; empty where there
+        runner_up: the operation after which the next best cut is, the other cuts being chosen anew; empty where there
             is none.
         other: what the goals would be there.
     """

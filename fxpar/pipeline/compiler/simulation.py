@@ -37,7 +37,7 @@ def check_structure(schedule: Schedule) -> None:
 
     Raises:
         ScheduleError: an action names a stage or microbatch that there is not, or stands on a rank that does not hold
-            the stage, or twice, or beside one that says the same; an action is missing; or a rank has an action before
+            the stage, or twice, or next to one that says the same; an action is missing; or a rank has an action before
             another that it needs and that the rank itself runs.
     """
     if not (schedule.pp and schedule.virtual_stages > 0 and schedule.microbatches > 0):
@@ -326,7 +326,7 @@ def _circle(schedule: Schedule, positions: list[int]) -> ScheduleError:
     """Returns the error for ranks that wait for each other.
 
     Args:
-        schedule: has all actions, so that what a rank waits for stands on another rank at or behind where that waits.
+        schedule: has all actions, so that what a rank waits for stands on another rank at or after where that waits.
         positions: for each rank how many actions it has run.
     """
 

@@ -134,7 +134,7 @@ class PipelineExecutor(Evaluation):
         return state() if draws or len(calls) > 1 else None
 
     def _reduce(self, run: _PipelineStep, stage: int) -> None:
-        """Sums the gradients of a stage over data ranks, beside what other stages have yet to compute."""
+        """Sums the gradients of a stage over data ranks, alongside what other stages have yet to compute."""
         if self._side is None:
             run.gradients[stage] = run.last[stage].parameter(run.total[stage])
             return
