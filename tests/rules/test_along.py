@@ -132,7 +132,8 @@ def test_norms_keep_shards_of_the_dimensions_that_stay(target: Any, args: tuple[
 
 @pytest.mark.parametrize(("target", "args"), [(aten.sum.default, ()), (aten.sum.dim_IntList, ([1],))])
 def test_partial_values_are_not_summed_as_integers(target: Any, args: tuple[Any, ...]) -> None:
-    fractions = sample(5 * torch.randn(6, 4).double(), *args, dtype=torch.int64, fixed=(0,))
+    draw = torch.Generator().manual_seed(0)  # about one draw in 300 has fractions that sum to whole numbers
+    fractions = sample(5 * torch.randn(6, 4, generator=draw).double(), *args, dtype=torch.int64, fixed=(0,))
     report = check_operation(target, [fractions])
     assert (report.false_accepts, report.missed) == ([], [])
     assert "self P → P" not in report.accepted
