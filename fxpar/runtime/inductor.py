@@ -173,7 +173,7 @@ def _vectors() -> str:
 @cache
 def _fingerprint() -> str:
     digest = sha256()
-    for room in ("ops", "peer_memory", "runtime"):
+    for room in ("ops", "experts/operators", "peer_memory", "runtime"):
         for file in sorted((Path(__file__).parents[1] / room).rglob("*.py")):
             digest.update(file.read_bytes())
     return f"fxpar {digest.hexdigest()}"

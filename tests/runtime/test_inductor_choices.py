@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,6 +124,23 @@ def test_code_that_another_version_compiled_is_not_read(monkeypatch: pytest.Monk
         assert (cache_hits(), cache_hits()) == (0, 1)
         monkeypatch.setattr(inductor, "_fingerprint", lambda: "fxpar of another day")
         assert (cache_hits(), cache_hits()) == (0, 1)
+
+
+def test_the_files_of_all_operators_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads each file that declares one, and so notices what changes in it."""
+    read: set[Path] = set()
+    plain = Path.read_bytes
+
+    def noted(path: Path) -> bytes:
+        read.add(path)
+        return plain(path)
+
+    monkeypatch.setattr(Path, "read_bytes", noted)
+    inductor._fingerprint.__wrapped__()
+    root = Path(inductor.__file__).parents[1]
+    declaring = {file for file in root.rglob("*.py") if "@torch_operator(" in file.read_text()}
+    assert root / "experts/operators/permute.py" in declaring
+    assert declaring <= read
 
 
 def test_code_for_other_vectors_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
