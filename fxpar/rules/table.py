@@ -61,7 +61,7 @@ def key_of(target: Any) -> str:
 def rule_of(target: Any) -> Rule | None:
     """Returns the operator's rule; None where it has none."""
     record = target if isinstance(target, Operator) else TORCH_OPERATORS.get(target)
-    return _RULES.get(key_of(target)) if record is None else record.rule
+    return _RULES.get(key_of(target)) if record is None or record.rule is None else record.rule
 
 
 def rule_for(call: OpCall) -> Rule | None:

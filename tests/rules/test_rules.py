@@ -361,12 +361,14 @@ def test_a_rule_is_registered_once_and_must_match_the_schema() -> None:
         register_rule(aten.linear.default)
     with pytest.raises(InputError, match=r"does not name 1 tensor arguments \(self\)"):
         register_rule(aten.geqrf.default, "i j, j -> i")
-    register_rule(aten.geqrf.default, "b _ _ -> b _ _, b _")
-    try:
-        assert rule_of(aten.geqrf.default) is not None
-    finally:
-        unregister_rule(aten.geqrf.default)
-    assert rule_of(aten.geqrf.default) is None
+    # Of torch, and of fxpar itself, whose record has no rule.
+    for target, rule in ((aten.geqrf.default, "b _ _ -> b _ _, b _"), (torch.ops.fxpar.item.default, "_ -> _")):
+        register_rule(target, rule)
+        try:
+            assert rule_of(target) is not None
+        finally:
+            unregister_rule(target)
+        assert rule_of(target) is None
 
 
 def test_the_kinds_are_written_as_the_field_writes_them() -> None:
