@@ -347,7 +347,8 @@ class TorchOperator(Generic[_P, _R]):
         return outputs
 
 
-# All of them by overload; a file that declares one adds it when it is imported (`fxpar.ops.registry` imports all).
+# All of them by overload; a file that declares one adds it when it is imported. `fxpar.experts.operators` imports those
+# of experts.
 TORCH_OPERATORS: dict[Any, TorchOperator[..., Any]] = {}
 
 

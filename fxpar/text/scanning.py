@@ -268,7 +268,10 @@ def resolve(name: str, operators: Mapping[str, GraphOperator]) -> Any:
         return operators[parts[1]]
     elif name in FUNCTIONS:
         return FUNCTIONS[name]
-    fail(f"the operator {name} is unknown", "name a registered one with its overload (aten.add.Tensor) or fxpar's")
+    remedy = "name a registered one with its overload (aten.add.Tensor) or fxpar's"
+    if parts[0] == "fxpar":
+        remedy += "; those of experts are there after import fxpar.experts.operators"
+    fail(f"the operator {name} is unknown", remedy)
 
 
 def check_call(name: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
