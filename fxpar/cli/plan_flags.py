@@ -126,7 +126,7 @@ def _flag(record: str, owner: type, field: str) -> Flag:
         return flag(_repeatable(name, "OPTION=VALUE", text), change)
     if typing.get_origin(kinds[0]) is tuple:
         if typing.get_args(kinds[0])[0] is int:
-            return flag(_scalar(name, {str}, ("N,N…",), text), lambda _, words: whole_numbers(words, name))
+            return flag(_scalar(name, {str}, ("N,N…",), text), lambda _, words: whole_numbers(words, name, "2,2,4"))
         change = functools.partial(_longer_list, field)
         return flag(_repeatable(name, "GLOB", text), change)
     words = (CHOICES if owner is Plan else GROUP_CHOICES).get(field, ())
@@ -177,8 +177,8 @@ def whole_number(text: str | int) -> int:
     return int(text)
 
 
-def whole_numbers(text: str, where: str) -> tuple[int, ...]:
-    """Returns the numbers of a list with commas.
+def whole_numbers(text: str, where: str, example: str) -> tuple[int, ...]:
+    """Returns the numbers of a list with commas; the error shows the example.
 
     Raises:
         InputError: a word of it is no whole number.
@@ -186,7 +186,7 @@ def whole_numbers(text: str, where: str) -> tuple[int, ...]:
     try:
         return tuple(whole_number(word) for word in text.split(","))
     except typer.BadParameter as error:
-        raise InputError(error.message, where=where, remedy="write whole numbers as in 2,2,4") from None
+        raise InputError(error.message, where=where, remedy=f"write whole numbers as in {example}") from None
 
 
 def number(text: str | int | float) -> int | float:

@@ -256,7 +256,7 @@ def _named(
 def _costs(text: str | None) -> Costs:
     if text is None:
         return Costs()
-    numbers = whole_numbers(text, "--costs")
+    numbers = whole_numbers(text, "--costs", "10,11,9")
     if len(numbers) != 3:
         reason = f"must be three numbers, got {shown(text)}"
         raise InputError(reason, where="--costs", remedy="write whole numbers as in 10,11,9")

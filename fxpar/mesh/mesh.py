@@ -46,7 +46,7 @@ class Mesh:
     Attributes:
         tp: tensor parallel ranks.
         cp: context parallel ranks.
-        dp: data parallel ranks, by default what tp, cp and pp leave of the world, or 1 without a `world_size`.
+        dp: data parallel ranks, by default what tp, cp and pp leave of the world, or 1 where its size is not said.
         pp: pipeline parallel ranks, of both parts.
         ep: expert parallel ranks.
         etp: tensor parallel ranks within an expert, by default tp.
@@ -55,8 +55,7 @@ class Mesh:
             left out. In the expert part etp stands in tp's place and edp in dp's.
         rank_offset: number of the first rank.
         virtual: stages of the pipeline that each rank holds; more than one needs pp > 1.
-        hierarchical_cp: sizes of the levels of cp, from the fastest; their product is cp. The levels are the axes
-            `cp1`, `cp2`, ….
+        hierarchical_cp: sizes of the levels of cp, from the fastest, groups cp1, cp2, …; their product is cp.
         kv_heads: key and value heads that tp splits, in groups kv_in and kv_out. Where they are fewer than tp, that is
             kv_in·kv_out, kv_in fast: kv_out ranks apart hold different heads, kv_in neighbours the same (SPEC section
             2.2). None leaves tp whole.
