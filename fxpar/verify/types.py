@@ -190,7 +190,7 @@ def _placeholder(program: Program, node: fx.Node, carries: bool) -> Layout:
 
 
 def _tangent(program: Program, node: fx.Node, layout: Layout) -> Layout:
-    """Returns the gradient of an output is held as the dual of that."""
+    """Checks that the gradient of an output is held as the dual of that output."""
     path = next(i.path for i in program.inputs if i.node == node.name)
     output = program.output_nodes().get(output_of(path))
     if output is None:
