@@ -9,9 +9,9 @@ what variants differ by.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from fxpar.errors import InputError
 from fxpar.runtime.bound_batch import BoundBatch
 from fxpar.runtime.calls import LoweredStep
 from fxpar.runtime.grad_buffers import Buffers, Waiting
-from fxpar.runtime.graph_modes import Run
+from fxpar.runtime.graph_modes import Run, RunEvaluation
 from fxpar.runtime.microbatches import StepOptions, StepResult
 from fxpar.runtime.random_state import RandomState
 from fxpar.runtime.training import RATE, takes_tensors
@@ -99,27 +99,56 @@ class FullIterationGraphs(CachedGraphs):
             # ranks alone would leave the others waiting in its collectives.
             key += (id(batch.ready), batch.rows, batch.loss, batch.addresses)
             key += key_of(batch.others, names)
-        iteration = self.variant(key, lambda pool: Iteration(pool, random), None)
+        draws = any(batch.compiled.random_inputs for batch in batches) or len(batches) > 1
+        iteration = self.variant(key, lambda pool: Iteration(pool, random, StepResult.copied, draws), None)
         self.enter()
         if iteration is None:
             return run(batches, random.draw)
         step: StepResult = iteration(batches, moving, run)
         return step
 
+    def evaluate(self, batch: BoundBatch, run: RunEvaluation, random: RandomState, key: Hashable) -> dict[str, Tensor]:
+        """Implements `NoGraphs.evaluate`."""
+        names = batch.ready.moving(batch.others, batch.others)
+        key = ("evaluation", key, id(batch.ready), batch.rows, batch.addresses, *key_of(batch.others, names))
+        draws = bool(batch.compiled.random_inputs)
+        iteration = self.variant(key, lambda pool: Iteration(pool, random, _copies, draws), None)
+        self.enter()
+        if iteration is None:
+            return run(batch, random.draw)
 
-class Iteration:
-    """One graph of a step.
+        def forward(batches: Sequence[BoundBatch], state: Callable[[], Tensor]) -> dict[str, Tensor]:
+            return run(batches[0], state)
+
+        # Of what is made in inference mode nothing could be written outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            outputs: dict[str, Tensor] = iteration([batch], [names], forward)
+        return outputs
+
+
+def _copies(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in values.items()}
+
+
+Result = TypeVar("Result")
+
+
+class Iteration(Generic[Result]):
+    """One graph of a step, or of a forward alone through the stages of a pipeline.
 
     Args:
         pool: in which it is recorded.
         random: whose steps it counts.
+        copied: makes the caller's own of what is recorded.
+        draws: whether it counts a step.
     """
 
-    def __init__(self, pool: Pool, random: RandomState) -> None:
+    def __init__(self, pool: Pool, random: RandomState, copied: Callable[[Result], Result], draws: bool) -> None:
         self._pool, self._random = pool, random
+        self._copied, self._draws = copied, draws
         self._static: list[Static] = []
         self._recording: Recording | None = None
-        self._result: StepResult | None = None
+        self._result: Result | None = None
         self._state = self._one = torch.empty(0)
         self._step = -1
 
@@ -128,11 +157,14 @@ class Iteration:
         """Returns how many graphs there are."""
         return int(self._recording is not None)
 
-    def __call__(self, calls: Sequence[BoundBatch], moving: Sequence[Sequence[str]], run: Run) -> StepResult:
-        """Replays the step; the loss is the caller's own.
+    def __call__(
+        self, calls: Sequence[BoundBatch], moving: Sequence[Collection[str]], run: Callable[..., Result]
+    ) -> Result:
+        """Replays; what it gives is the caller's own.
 
         Args:
             moving: names of the values whose addresses change from call to call, of each microbatch.
+            run: what is recorded, of microbatches and what gives the random state.
         """
         if self._recording is None:
             self._record(calls, moving, run)
@@ -146,13 +178,14 @@ class Iteration:
         if self._step != self._random.step:
             self._state.copy_(self._random.peek())
         self._recording.replay()
-        draws = any(call.compiled.random_inputs for call in calls) or len(calls) > 1
-        self._step = self._random.step = self._random.step + draws
-        copied = self._result.copied()
+        self._step = self._random.step = self._random.step + self._draws
+        copied = self._copied(self._result)
         self._pool.scramble([value for static in self._static for value in static.tensors.values()], (), ())
         return copied
 
-    def _record(self, calls: Sequence[BoundBatch], moving: Sequence[Sequence[str]], run: Run) -> None:
+    def _record(
+        self, calls: Sequence[BoundBatch], moving: Sequence[Collection[str]], run: Callable[..., Result]
+    ) -> None:
         self._state = self._random.peek()
         self._step = self._random.step
         self._one = torch.tensor([0, 1, 0], device=self._state.device)
@@ -165,7 +198,7 @@ class Iteration:
             for call, static in zip(calls, self._static, strict=True)
         ]
 
-        def work() -> StepResult:
+        def work() -> Result:
             # The copy is part of the graph: microbatches read the state as it was,
             # while the next replay finds it counted up.
             state = self._state.clone()

@@ -173,6 +173,11 @@ def max_over(x: Tensor, group: Group) -> Tensor:
     return arrived(_c10d.all_reduce(x.contiguous(), "max", group.name))
 
 
+def broadcast(x: Tensor, sender: int, group: Group) -> None:
+    """Writes the tensor of a rank of a group, which is contiguous, into those of all its ranks."""
+    arrived(_c10d.broadcast_(x, sender, group.name))
+
+
 def gather_whole(x: Tensor, cut: Cut, group: Group) -> Tensor:
     """Gathers the whole of a shard by an all-gather."""
     return put_in_places(start_gather(x, group.name, group.size), *cut)

@@ -249,8 +249,11 @@ class Plan:
         size = self.pipeline.group_size
         if size is not None and virtual == 1:
             yield f"pipeline.group_size={shown(size)} is of several stages a rank: give virtual_stages, or leave it out"
-        if self.pp > 1 and self.cuda_graphs.is_on:
-            yield "cuda_graphs: stages of a pipeline are not captured yet: leave it out, or pp=1"
+        if self.pp > 1 and self.cuda_graphs.impl not in ("none", "full_iteration"):
+            yield (
+                f"cuda_graphs.impl={shown(self.cuda_graphs.impl)} does not capture stages of a pipeline yet: give "
+                "CudaGraphs('full_iteration'), or pp=1"
+            )
 
     def _wrong_experts(self) -> Iterator[str]:
         """Yields what is wrong with a dispatch together with other options."""

@@ -24,6 +24,8 @@ from fxpar.runtime.random_state import RandomState
 MovingInputs = Callable[[], Collection[str]]
 # Runs a step with its microbatches and what gives its random state.
 Run = Callable[[Sequence[Any], Callable[[], Tensor]], StepResult]
+# Runs a forward alone through the stages of a pipeline, with its batch and what gives its random state.
+RunEvaluation = Callable[[Any, Callable[[], Tensor]], dict[str, Tensor]]
 # Runs a forward alone, of values by name and sizes by symbol, and gives its outputs by name.
 RunForward = Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, Tensor]]
 
@@ -87,6 +89,17 @@ class NoGraphs:
     ) -> RunForward:
         """Returns what runs a forward alone; as for `step`."""
         return calls
+
+    def evaluate(self, batch: Any, run: RunEvaluation, random: RandomState, key: Hashable) -> dict[str, Tensor]:
+        """Runs a forward alone through the stages of a pipeline; returns the outputs by name.
+
+        Args:
+            batch: a `BoundBatch`.
+            run: what the forward does.
+            random: the random state of calls that are not replayed.
+            key: equal where `run` does the same.
+        """
+        return run(batch, random.draw)
 
     def train(
         self,

@@ -26,7 +26,7 @@ from fxpar.runtime.outputs import returned
 from fxpar.runtime.programs import Programs
 from fxpar.runtime.rank_batches import Inputs
 from fxpar.runtime.rank_consensus import together
-from fxpar.runtime.runner import ForwardBackward, Runner
+from fxpar.runtime.runner import STAGE_RUNNERS, ForwardBackward, Runner
 from fxpar.runtime.shard_spec import fingerprints
 from fxpar.runtime.steps import TRANSPORTS
 from fxpar.runtime.training import StepFlags, Training, check_norm
@@ -60,14 +60,11 @@ class RankModule(LocalModel):
         self._runner = Runner(self, random, is_graphed=self._graphs.is_on)
         inputs = Inputs(world) if check_inputs and world.size > 1 else None
         self._batches = ForwardBackward(self._programs, self._runner, loss, inputs)
+        if plan.pp > 1:
+            program, waiting = self._programs.first.program, self._runner.waiting
+            self._runner.pipeline = STAGE_RUNNERS["pp"](plan, world, waiting, program, self._peer_memory)
         self._training = Training(
-            plan,
-            world,
-            self._programs.first.program,
-            runner=self._runner,
-            batches=self._batches,
-            random=random,
-            graphs=self._graphs,
+            plan, world, runner=self._runner, batches=self._batches, random=random, graphs=self._graphs
         )
         self._flags = StepFlags()
         self._seal(settings)

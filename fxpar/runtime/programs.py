@@ -70,7 +70,7 @@ class Programs:
         self.aliases: dict[str, str] = {}
         self._plan, self._world, self._loss, self._passes = plan, world, loss, tuple(passes)
         self._graphs, self._local_stages, self._peer_memory = graphs, local_stages(plan, world.place), peer_memory
-        self._splits = plan.pp > 1 and schedule_of(plan, plan.microbatches).split_backward
+        self._splits = plan.pp > 1 and schedule_of(plan, plan.microbatches).schedule.split_backward
         self._modules = [*self.skeleton.modules()]
         self._twins: tuple[tuple[nn.Module, nn.Module], ...] = ()
         self._known: dict[Any, list[Compiled]] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,7 @@ from fxpar.runtime.programs import Programs
 from fxpar.runtime.random_state import RandomState
 from fxpar.runtime.rank_batches import Inputs, Shapes
 from fxpar.runtime.sharded import Sharded, leaf_of
+from fxpar.runtime.steps import PeerMemory
 from fxpar.runtime.world import World
 
 
@@ -105,9 +107,9 @@ class StageRunner(Protocol):
         """Makes a scaler that of all stages."""
 
 
-# By axis, what makes a stage runner: of the gradients that are not summed over the ranks yet, and of the first program
-# after all passes. `fxpar.api` fills it in.
-STAGE_RUNNERS: dict[str, Callable[[Plan, World, Waiting, Program], StageRunner]] = {}
+# By axis, what makes a stage runner: of the gradients that are not summed over the ranks yet, of the first program
+# after all passes, and of the memory through which ranks copy. `fxpar.api` fills it in.
+STAGE_RUNNERS: dict[str, Callable[[Plan, World, Waiting, Program, PeerMemory], StageRunner]] = {}
 
 
 class Runner:
@@ -159,7 +161,8 @@ class Runner:
         every = (*requested, *filter(is_buffer, call.compiled.program.outputs))
         if self.pipeline is not None:
             self.pipeline.check(call, bool(call.leaves))
-            return self._committed(self.pipeline.outputs(call, every, self._random.draw))
+            run = partial(self._through_stages, requested=every)
+            return self._committed(call.ready.graphs.evaluate(call, run, self._random, every))
         values, leaves = call.drawing(self._random.draw), call.leaves
         steps, trained, sizes = call.ready, frozenset(leaves), call.sizes
         if not torch.is_grad_enabled() or not leaves or not steps.differentiable:
@@ -201,6 +204,12 @@ class Runner:
         names = [name for name in steps.differentiable if name in requested]
         outputs = differentiable({name: pending.outputs[name] for name in requested}, names, leaves, backward)
         return {name: outputs[name] for name in requested}
+
+    def _through_stages(
+        self, call: BoundBatch, state: Callable[[], Tensor], requested: tuple[str, ...]
+    ) -> dict[str, Tensor]:
+        assert self.pipeline is not None
+        return self.pipeline.outputs(call, requested, state)
 
     def _committed(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the outputs of a forward, after which the buffers are what it has made of them."""

@@ -137,6 +137,14 @@ class PeerMemory(Protocol):
     def groups(self, program: Program) -> Mapping[str, Group]:
         """Returns the groups of a program's axes, with what its copies go through. A collective call."""
 
+    def line(self, buffers: int) -> str:
+        """Returns the name of the symmetric buffer of this rank's pipeline; empty where its ranks cannot copy, or are
+        not to. A collective call.
+
+        Args:
+            buffers: that have flags.
+        """
+
     def mark(self) -> None:
         """Notes that work was queued whose copies are waited for."""
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpar.errors import InputError, shown
-from fxpar.ir.program import Program
 from fxpar.plan.plan import Plan
 from fxpar.runtime.bound_batch import BoundBatch, Written
 from fxpar.runtime.expert_loads import Budget, Loads, Overflow, gathered
@@ -26,7 +25,7 @@ from fxpar.runtime.graph_modes import NoGraphs
 from fxpar.runtime.microbatches import Microbatch, MicrobatchResult, StepOptions, StepResult, run_microbatches
 from fxpar.runtime.parameters import check_scaler
 from fxpar.runtime.random_state import RandomState
-from fxpar.runtime.runner import STAGE_RUNNERS, ForwardBackward, Runner
+from fxpar.runtime.runner import ForwardBackward, Runner
 from fxpar.runtime.sharded import local_of
 from fxpar.runtime.world import World
 
@@ -63,8 +62,7 @@ class Training:
 
     Args:
         plan: of the module.
-        program: its first one.
-        runner: runs single batches.
+        runner: runs single batches, and the stages of a pipeline.
         batches: binds them to their programs.
         random: the state of steps.
         graphs: which of them are replayed.
@@ -78,7 +76,6 @@ class Training:
         self,
         plan: Plan,
         world: World,
-        program: Program,
         *,
         runner: Runner,
         batches: ForwardBackward,
@@ -91,8 +88,6 @@ class Training:
         self._runner, self._batches, self._random, self._graphs = runner, batches, random, graphs
         self._tensors, self._buffers, self._waiting = runner.tensors, runner.buffers, runner.waiting
         self._rates: weakref.WeakKeyDictionary[Optimizer, Rates] = weakref.WeakKeyDictionary()
-        if plan.pp > 1:
-            runner.pipeline = STAGE_RUNNERS["pp"](plan, world, runner.waiting, program)
         self._pipeline = runner.pipeline
 
     def options(self, scaler: Any, optimizer: Optimizer | None, max_norm: Any) -> StepOptions:

@@ -28,7 +28,7 @@ from fxpar.ops.mesh_process_groups import (
     process_group,
     refuse_group,
 )
-from fxpar.ops.process_group import Group
+from fxpar.ops.process_group import Group, broadcast
 from fxpar.plan.plan import Plan
 from fxpar.runtime.alarm import abort_groups, hosts
 from fxpar.runtime.rank_consensus import Agreement, connected, plan_facts
@@ -84,8 +84,7 @@ class World:
     def broadcast(self, value: Tensor, place: int) -> None:
         """Writes a contiguous tensor of the rank at a place of the pipeline into those of all its ranks."""
         # As bytes: not every backend sends every type.
-        raw = value.reshape(-1).view(torch.uint8)
-        dist.broadcast(raw, self.line[place], process_group(self.groups["pp"]))
+        broadcast(value.view(-1).view(torch.uint8), place, self.groups["pp"])
 
 
 def connect(seconds: float) -> Agreement:

@@ -47,6 +47,7 @@ class SymmetricBuffer(ABC):
     Attributes:
         rank: its number in the group.
         size: how many ranks there are.
+        buffers: how many numbered buffers have flags.
         poisons: whether what was read is overwritten with bytes that are no number, for tests.
         bytes: of the areas that this rank has.
         is_stopped: whether nobody waits here any longer, as the ranks have failed.
@@ -55,6 +56,7 @@ class SymmetricBuffer(ABC):
 
     rank: int
     size: int
+    buffers: int = BUFFERS
     poisons: bool = False
     bytes: int = 0
     is_stopped: bool = False
@@ -119,7 +121,7 @@ class SymmetricBuffer(ABC):
     @property
     def flags(self) -> int:
         """Returns how many flags a rank has."""
-        return BUFFERS * STAGES * self.size
+        return self.buffers * STAGES * self.size
 
     @abstractmethod
     def _create(self, size: int) -> Sequence[Tensor]:
@@ -130,7 +132,7 @@ class SymmetricBuffer(ABC):
         slot(area, begin, block).copy_(block.view(-1))
 
     @abstractmethod
-    def beside(self, buffer: int, sent: Tensor) -> AbstractContextManager[None]:
+    def beside(self, buffer: int, sent: Tensor | Sequence[Tensor]) -> AbstractContextManager[None]:
         """Puts copies, signals and waits after what was computed so far, and alongside what is computed next.
 
         Args:
@@ -146,8 +148,9 @@ class SymmetricBuffer(ABC):
         """Raises this rank's flag at another, after all copies there."""
 
     @abstractmethod
-    def wait(self, buffer: int, stage: int) -> None:
-        """Lets what is computed next wait for the flags of all other ranks here, and takes them down."""
+    def wait(self, buffer: int, stage: int, senders: Sequence[int] = ()) -> None:
+        """Lets what is computed next wait for flags of other ranks here, of all if none is named, and takes them
+        down."""
 
     def total(self, buffer: int, x: Tensor, is_sent: bool = False) -> Tensor:
         """Returns the sum of the ranks' tensors x [rows, width], in new memory.
@@ -497,7 +500,7 @@ class CpuSymmetricBuffer(SymmetricBuffer):
         return maps
 
     @contextmanager
-    def beside(self, buffer: int, sent: Tensor) -> Iterator[None]:
+    def beside(self, buffer: int, sent: Tensor | Sequence[Tensor]) -> Iterator[None]:
         """Copies are done at once."""
         yield
 
@@ -508,13 +511,13 @@ class CpuSymmetricBuffer(SymmetricBuffer):
         """Raises the flag; stores of one processor are seen in their order."""
         self._words[rank][self.flag(buffer, stage, self.rank)] = 1
 
-    def wait(self, buffer: int, stage: int) -> None:
+    def wait(self, buffer: int, stage: int, senders: Sequence[int] = ()) -> None:
         """Looks until each flag is up.
 
         Raises:
             RankError: it is not within the time limit.
         """
-        for rank in self.others:
+        for rank in senders or self.others:
             self._wait(rank, buffer, self.flag(buffer, stage, rank))
 
     def _wait(self, rank: int, buffer: int, place: int) -> None:

@@ -35,6 +35,7 @@ from fxpar.runtime.world import World
 
 # Measured on four H200.
 # A captured step of GPT 4.2B took 150.2 ms through NCCL and 154.4 by copies.
+_LINE = "pp"
 _NOT_FASTER = "NCCL is faster between more than two GPUs (Communication('copy') copies all the same)"
 
 
@@ -55,9 +56,10 @@ class CopyTransport:
         self._world = world
         self._open: dict[str, str] = {}
         reasons = self._why_not(plan)
-        self.names = frozenset(reasons) - {name for name, reason in reasons.items() if reason}
+        self._line_copies = reasons.get(_LINE) == ""
         self.reasons = {name: reason for name, reason in reasons.items() if reason}
-        odd = next((name for name in plan.axes if name in self.reasons), None)
+        self.names = frozenset(reasons) - self.reasons.keys() - {_LINE}
+        odd = next((name for name in (*plan.axes, _LINE) if name in self.reasons), None)
         if plan.communication.collective_transport == "copy" and odd is not None:
             remedy = "set Communication('auto'), which copies where it can, or 'nccl'"
             raise PlanError(
@@ -77,9 +79,10 @@ class CopyTransport:
         # Every rank decides by what all ranks say. One that copies while another sends through NCCL would wait forever.
         texts = self._world.agreement.gather_texts("its memory", json.dumps(_place(self._world.device)))
         places = [json.loads(text) for text in texts]
-        names = joined_names(plan.axes)
-        requested = transport == "copy"
-        return {name: why_not_copy(self._world.mesh.groups(name), places, requested) for name in names}
+        groups = self._world.mesh.groups
+        reasons = {name: why_not_copy(groups(name), places, transport == "copy") for name in joined_names(plan.axes)}
+        # What NCCL is faster at between several GPUs is sums, and a pipeline has none.
+        return reasons | ({_LINE: why_not_copy(groups(_LINE), places, True)} if plan.pp > 1 else {})
 
     def groups(self, program: Program) -> Mapping[str, Group]:
         """Returns the groups of the axes, with symmetric buffers where a program copies: all ranks call it for one."""
@@ -93,21 +96,29 @@ class CopyTransport:
             groups[axis] = replace(groups[axis], symmetric_buffer=self._open[axis])
         return groups
 
-    def _opened(self, axis: str, group: Group) -> str:
+    def line(self, buffers: int) -> str:
+        """Implements `PeerMemory.line`."""
+        if not self._line_copies:
+            return ""
+        if _LINE not in self._open:
+            self._open[_LINE] = self._opened(_LINE, self._world.groups[_LINE], buffers)
+        return self._open[_LINE]
+
+    def _opened(self, axis: str, group: Group, buffers: int = symmetric_buffer.BUFFERS) -> str:
         name = f"{group.name}/{self._world.agreement.module}/{axis}"
         members = next(ranks for ranks in self._world.mesh.groups(axis) if self._world.rank in ranks)
-        rank, size = members.index(self._world.rank), len(members)
+        ends: dict[str, Any] = {"rank": members.index(self._world.rank), "size": len(members), "buffers": buffers}
         if self._world.device.type == "cuda":
             device = self._world.device
             if not self._marks:
                 events = itertools.cycle((torch.cuda.Event(), torch.cuda.Event()))
                 self._marks.append(_Marks(device, self._watch(device), events))
             ended = self._marks[0].mark
-            gpu_buffer = GpuSymmetricBuffer(rank=rank, size=size, device=device, group=group.name, ended=ended)
+            gpu_buffer = GpuSymmetricBuffer(**ends, device=device, group=group.name, ended=ended)
             symmetric_buffer.register(name, gpu_buffer.open())
         else:
             seconds, processes = self._world.agreement.seconds, process_group(group)
-            cpu_buffer = CpuSymmetricBuffer(rank=rank, size=size, group=processes, ranks=members, seconds=seconds)
+            cpu_buffer = CpuSymmetricBuffer(**ends, group=processes, ranks=members, seconds=seconds)
             symmetric_buffer.register(name, cpu_buffer.open())
         self._world.agreement.alarm.on_stop(functools.partial(symmetric_buffer.stop, name))
         return name

@@ -51,7 +51,7 @@ class GpuSymmetricBuffer(SymmetricBuffer):
     _is_beside: bool = False
     # By buffer: what was queued in front of its copy, and the copy.
     _events: dict[int, tuple[Any, Any]] = field(default_factory=dict)
-    _under_way: dict[int, Tensor] = field(default_factory=dict)
+    _under_way: dict[int, Tensor | Sequence[Tensor]] = field(default_factory=dict)
     _flags: dict[int, Sequence[Tensor]] = field(default_factory=dict)
     # Words of this device and of the host, which waiting kernels read; and what raises all flags of the driver's waits.
     _stop: Sequence[Tensor] = ()
@@ -89,7 +89,7 @@ class GpuSymmetricBuffer(SymmetricBuffer):
         return [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self.size)]
 
     @contextmanager
-    def beside(self, buffer: int, sent: Tensor) -> Iterator[None]:
+    def beside(self, buffer: int, sent: Tensor | Sequence[Tensor]) -> Iterator[None]:
         """Switches to the buffer's stream."""
         # Events are made once a buffer: an uncaptured step of 1.2B spent a quarter of
         # the host's time around its 243 copies and sums.
@@ -119,10 +119,10 @@ class GpuSymmetricBuffer(SymmetricBuffer):
         """Raises the flag on the buffer's stream in `beside`, else on the current one."""
         write_value(self._stream, self._words[rank] + _WORD * self.flag(buffer, stage, self.rank), 1)
 
-    def wait(self, buffer: int, stage: int) -> None:
+    def wait(self, buffer: int, stage: int, senders: Sequence[int] = ()) -> None:
         """Waits on the stream of `signal`."""
         base = self._words[self.rank]
-        take_down(self._stream, [base + _WORD * self.flag(buffer, stage, rank) for rank in self.others])
+        take_down(self._stream, [base + _WORD * self.flag(buffer, stage, rank) for rank in senders or self.others])
 
     def total(self, buffer: int, x: Tensor, is_sent: bool = False) -> Tensor:
         """Sums by one kernel, on the current stream: that of rows wherever they fit.

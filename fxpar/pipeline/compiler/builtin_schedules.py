@@ -10,7 +10,7 @@ backwards come in the order of the table with the chunks reversed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from fxpar.pipeline.compiler.schedules import (
     read_schedule,
     refuse_many,
 )
-from fxpar.pipeline.compiler.simulation import verified
+from fxpar.pipeline.compiler.simulation import VerifiedSchedule, verified
 from fxpar.plan.plan import Plan
 
 F, B, I, W = Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT  # noqa: E741
@@ -250,8 +250,8 @@ _GROUPED = ("1f1b", *_BOUND, "forward_only")
 # Which stages of a pipeline a rank holds, and in what order it runs them.
 
 
-def schedule_of(plan: Plan, microbatches: int) -> Schedule:
-    """Returns the plan's schedule of a step of so many microbatches; one that does not run is refused.
+def schedule_of(plan: Plan, microbatches: int) -> VerifiedSchedule:
+    """Returns the plan's schedule of a step of so many microbatches, with its proof.
 
     Raises:
         ScheduleError: there is none for them, or it does not run.
@@ -267,16 +267,23 @@ def schedule_of(plan: Plan, microbatches: int) -> Schedule:
     if schedule.forward_only:
         remedy = "choose one that trains; plain calls run forwards alone under any"
         raise ScheduleError("has no backward, and a step would train nothing", where=f"schedule {name}", remedy=remedy)
-    return verified(schedule).schedule
+    return verified(schedule)
+
+
+def evaluation_of(schedule: Schedule) -> VerifiedSchedule:
+    """Returns a forward alone through the stages of a schedule."""
+    ranks = [[Action(stage, Phase.FORWARD, 0) for stage in sorted(schedule.stages_of(r))] for r in range(schedule.pp)]
+    forward = replace(schedule, name="evaluation", ranks=tuple(map(tuple, ranks)), microbatches=1)
+    return verified(forward)
 
 
 def rank_of(plan: Plan) -> tuple[int, ...]:
     """Returns, for each stage of a pipeline, the place of the rank that holds it."""
-    return schedule_of(plan, plan.microbatches).rank_of
+    return schedule_of(plan, plan.microbatches).schedule.rank_of
 
 
 def local_stages(plan: Plan, place: int) -> tuple[int, ...]:
     """Returns the stages of the rank at a place of the pipeline, in order; none without a pipeline."""
     if plan.pp == 1:
         return ()
-    return schedule_of(plan, plan.microbatches).stages_of(place)
+    return schedule_of(plan, plan.microbatches).schedule.stages_of(place)

@@ -9,9 +9,12 @@ simulation takes the ranks in, and so is whether all end (Kahn 1974).
 
 from __future__ import annotations
 
-from collections import defaultdict
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from fxpar.errors import ScheduleError, shown
@@ -395,6 +398,11 @@ class VerifiedSchedule:
     peaks: tuple[int, ...] = field(init=False)
     slots: tuple[tuple[int, ...], ...] = field(init=False)
 
+    @cached_property
+    def receipts(self) -> Receipts:
+        """Returns when each rank knows that what it sent was received."""
+        return _receipts(self.schedule, self.timeline, self.channels)
+
     def __post_init__(self) -> None:
         check_structure(self.schedule)
         object.__setattr__(self, "timeline", simulate(self.schedule, self.costs))
@@ -488,3 +496,67 @@ def _held(schedule: Schedule, rank: int) -> tuple[int, tuple[int, ...]]:
             now[stage] -= 1
             total -= 1
     return peak, tuple(most.values())
+
+
+# Nobody answers a message. That it was received follows from what came later from the receiver, directly or through
+# other ranks: so a rank knows when it may free what it sent, and write to the same place of that memory again.
+
+
+@dataclass(frozen=True)
+class Receipts:
+    """When each rank knows that what it sent was received.
+
+    Attributes:
+        released: for each rank and each of its actions, by channel, how many more messages than before the action
+            in front of it are known to be received when the action begins.
+        depths: for each channel the most messages that were sent and are not known to be received.
+    """
+
+    released: tuple[tuple[Mapping[Channel, int], ...], ...] = field(repr=False)
+    depths: Mapping[Channel, int]
+
+
+def _receipts(schedule: Schedule, timeline: Timeline, channels: ChannelGrouping) -> Receipts:
+    """Returns the receipts of a schedule that runs, by vector clocks (Fidge 1988, Mattern 1989)."""
+    ends, depths = _ends(schedule, channels), dict[Channel, int]()
+    clocks = _clocks(schedule, timeline)
+    released: list[tuple[Mapping[Channel, int], ...]] = []
+    for rank, actions in enumerate(schedule.ranks):
+        outgoing = {channel: end for channel, end in ends.items() if channel.sender == rank}
+        known, sends = Counter[Channel](), Counter[Channel]()
+        of_rank: list[Mapping[Channel, int]] = []
+        for position, action in enumerate(actions):
+            # As of the action before: what this one receives is taken only when it has begun.
+            clock = clocks[rank][position - 1] if position else (-1,) * schedule.pp
+            now = {c: bisect_right(end.positions, clock[c.receiver]) for c, end in outgoing.items()}
+            of_rank.append(
+                {channel: count - known[channel] for channel, count in now.items() if count > known[channel]}
+            )
+            known.update(of_rank[-1])
+            message = sent(schedule, action)
+            if message is not None:
+                channel = channel_of(schedule, message, channels)
+                sends[channel] += 1
+                depths[channel] = max(depths.get(channel, 0), sends[channel] - known[channel])
+        released.append(tuple(of_rank))
+    return Receipts(tuple(released), depths)
+
+
+def _clocks(schedule: Schedule, timeline: Timeline) -> list[list[tuple[int, ...]]]:
+    """Returns for each action of each rank the last action of every rank that had received its message by then."""
+    clocks: list[list[tuple[int, ...]]] = [[] for _ in schedule.ranks]
+    travelling: dict[Message, tuple[int, ...]] = {}
+    # Each action takes time, so that who sends starts before who receives.
+    order = sorted((start, rank, i) for rank, starts in enumerate(timeline.starts) for i, start in enumerate(starts))
+    for _, rank, position in order:
+        action = schedule.ranks[rank][position]
+        clock = clocks[rank][-1] if position else (-1,) * schedule.pp
+        message = received(schedule, action)
+        if message is not None:
+            clock = tuple(map(max, clock, travelling.pop(message)))
+        clock = (*clock[:rank], position, *clock[rank + 1 :])
+        clocks[rank].append(clock)
+        outgoing = sent(schedule, action)
+        if outgoing is not None:
+            travelling[outgoing] = clock
+    return clocks

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,20 @@ from fxpar.errors import InputError
 from fxpar.ir.program import Program, tensor_type
 from fxpar.ir.stages import Stage, holders, received_name
 from fxpar.ir.step import RNG_PATH, buffer_name, is_buffer, written
-from fxpar.ops.mesh_process_groups import hold, process_group
-from fxpar.ops.process_group import Group
+from fxpar.ops.mesh_process_groups import hold
+from fxpar.ops.process_group import Group, max_over, sum_over
 from fxpar.pipeline.compiler.builtin_schedules import schedule_of
 from fxpar.pipeline.compiler.schedules import Action, Phase, Schedule
-from fxpar.pipeline.compiler.simulation import Kind, received, sent
-from fxpar.pipeline.runtime.evaluation import Channels, Evaluation, part_of
+from fxpar.pipeline.compiler.simulation import Kind, VerifiedSchedule, received, sent
+from fxpar.pipeline.runtime.channels import (
+    PIPELINE_BUFFERS,
+    Channels,
+    CopyChannels,
+    GroupChannels,
+    Shapes,
+    WayGroups,
+)
+from fxpar.pipeline.runtime.evaluation import Evaluation, largest_message, part_of, received_parts
 from fxpar.plan.plan import Plan
 from fxpar.rewrite.loss_reduction import COUNT
 from fxpar.runtime.bound_batch import BoundBatch, Written
@@ -33,12 +42,11 @@ from fxpar.runtime.microbatches import Microbatch, joined_loss, unit_of, weight
 from fxpar.runtime.rank_consensus import is_lost
 from fxpar.runtime.sharded import Sharded, local_of
 from fxpar.runtime.sharded_ops import norms
-from fxpar.runtime.steps import FinishedForward, Steps
+from fxpar.runtime.steps import FinishedForward, PeerMemory, Steps
 from fxpar.runtime.world import World
 
 # With which the backward of a microbatch ends.
 _LAST = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
-_Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 class PipelineExecutor(Evaluation):
@@ -47,27 +55,30 @@ class PipelineExecutor(Evaluation):
     Args:
         waiting: gradients that are not summed over the ranks yet.
         program: after all passes, of whose parameters several stages hold some.
+        peer_memory: through which the ranks of a pipeline copy, where they can.
     """
 
-    def __init__(self, plan: Plan, world: World, waiting: Waiting, program: Program) -> None:
+    def __init__(self, plan: Plan, world: World, waiting: Waiting, program: Program, peer_memory: PeerMemory) -> None:
         self._plan, self._waiting = plan, waiting
-        self._schedules: dict[int, Schedule] = {}
-        first = self.schedule(plan.microbatches)
-        super().__init__(world, first.rank_of, Channels(world, first))
+        self._orders: dict[int, VerifiedSchedule] = {}
+        first = self.order(plan.microbatches).schedule
+        line = peer_memory.line(PIPELINE_BUFFERS)
+        way = {"name": line} if line else {"groups": WayGroups(world, first)}
+        super().__init__(world, first, partial(CopyChannels if line else GroupChannels, world, **way))
         self._side = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         self._shared = TiedStageParams(
             world, {name: {first.rank_of[s] for s in stages} for name, stages in holders(program).items()}
         )
 
-    def schedule(self, microbatches: int) -> Schedule:
-        """Returns the schedule of a step of so many microbatches.
+    def order(self, microbatches: int) -> VerifiedSchedule:
+        """Returns the schedule of a step of so many microbatches, with its proof.
 
         Raises:
             ScheduleError: the plan's has no order for them.
         """
-        if microbatches not in self._schedules:
-            self._schedules[microbatches] = schedule_of(self._plan, microbatches)
-        return self._schedules[microbatches]
+        if microbatches not in self._orders:
+            self._orders[microbatches] = schedule_of(self._plan, microbatches)
+        return self._orders[microbatches]
 
     @torch.no_grad()
     def step(
@@ -78,14 +89,17 @@ class PipelineExecutor(Evaluation):
         new: Written,
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Implements `StageRunner`."""
-        schedule = self.schedule(len(calls))
+        order = self.order(len(calls))
+        schedule = order.schedule
         self._world.agreement.enter()
-        run = _PipelineStep(self, schedule, calls, self._random_state(calls, state), scaler, new)
+        channels = self._channels(order, largest_message(calls))
+        run = _PipelineStep(channels, schedule, calls, self._random_state(calls, state), scaler, new)
         actions = schedule.ranks[self._world.place]
         # A later action of a stage replaces the one before it, so that the last of each is left.
         ends = {action.stage: action for action in actions if action.phase in _LAST}.values()
-        for action in actions:
+        for position, action in enumerate(actions):
             try:
+                channels.at(position)
                 run.act(action)
             except RuntimeError as error:
                 if not is_lost(error):
@@ -93,12 +107,12 @@ class PipelineExecutor(Evaluation):
                 raise dist.DistError(f"{_said(action)}: {str(error).splitlines()[0]}") from error
             if self._waiting.is_idle and action in ends:
                 self._reduce(run, action.stage)
-        self._channels.finish()
+        loss, factor = self._loss(run, calls[0])
+        channels.finish()
         if self._side is not None:
             torch.cuda.current_stream(self._world.device).wait_stream(self._side)
         gradients = self._finished(run)
         self._share(calls, new)
-        loss, factor = self._loss(run, calls[0])
         return loss, {name: g if factor is None else g * factor for name, g in gradients.items()}
 
     def clip(self, parameters: Mapping[str, Tensor], max_norm: float) -> Tensor:
@@ -112,9 +126,7 @@ class PipelineExecutor(Evaluation):
         else:
             squares = torch.zeros((), dtype=torch.float64, device=self._world.device)
         some = next(iter(gradients.values() or parameters.values()), squares)
-        total = squares.clone()
-        dist.all_reduce(total, group=process_group(self._world.groups["pp"]))
-        norm = total.sqrt().to(some.dtype)
+        norm = sum_over(squares, self._world.groups["pp"]).sqrt().to(some.dtype)
         nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm, foreach=True)
         return norm
 
@@ -176,7 +188,7 @@ class PipelineExecutor(Evaluation):
         """Gives all ranks of the pipeline the new values of buffers; all have the same programs."""
         like: dict[str, Tensor] = {}
         maker: dict[str, int] = {}
-        rank_of = self.schedule(len(calls)).rank_of
+        rank_of = self.order(len(calls)).schedule.rank_of
         for call in calls:
             nodes = written(call.compiled.program)
             for number, (stage, _) in call.ready.stages.items():
@@ -186,10 +198,10 @@ class PipelineExecutor(Evaluation):
 
     def _loss(self, run: _PipelineStep, call: BoundBatch) -> tuple[Tensor, Tensor | None]:
         """Returns the loss of the step on all ranks; where gradients were weighed by counts, what they are multiplied
-        by."""
+        by. No rank has it before all have received all that was sent to them."""
         kind = tensor_type(call.compiled.program.output_nodes()[call.loss])
         is_counted = COUNT in call.compiled.program.outputs
-        loss_and_factor = torch.ones(2, dtype=torch.float64, device=self._world.device)
+        loss_and_factor = torch.zeros(2, dtype=torch.float64, device=self._world.device)
         holder = run.schedule.rank_of[-1]
         if self._world.place == holder:
             losses = [run.losses[i] for i in range(len(run.calls))]
@@ -200,7 +212,7 @@ class PipelineExecutor(Evaluation):
                 loss_and_factor[1] = unit_of(run.unit) / counts.sum()
             else:
                 loss_and_factor[0] = joined_loss(losses, call.adds)
-        self._world.broadcast(loss_and_factor, holder)
+        loss_and_factor = sum_over(loss_and_factor, self._world.groups["pp"])
         return loss_and_factor[0].to(kind.dtype), loss_and_factor[1] if is_counted and len(run.calls) > 1 else None
 
 
@@ -228,14 +240,14 @@ class _PipelineStep:
 
     def __init__(
         self,
-        pipeline: PipelineExecutor,
+        channels: Channels,
         schedule: Schedule,
         calls: Sequence[BoundBatch],
         state: Tensor | None,
         scaler: torch.amp.GradScaler | None,
         new: Written,
     ) -> None:
-        self._channels, self.schedule, self.calls = pipeline._channels, schedule, calls
+        self._channels, self.schedule, self.calls = channels, schedule, calls
         self._new, self._state, self._scaler = new, state, scaler
         self.losses: dict[int, Tensor] = {}
         self.counts: dict[int, Tensor] = {}
@@ -262,7 +274,7 @@ class _PipelineStep:
         assert steps is not None, "a rank runs its own stages alone"
         return stage, steps
 
-    def _take(self, action: Action, kind: Kind, sender: int, shapes: _Shapes) -> list[Tensor]:
+    def _take(self, action: Action, kind: Kind, sender: int, shapes: Shapes) -> list[Tensor]:
         message = received(self.schedule, action)
         if message is None:
             return self._kept.pop((kind, sender, action.microbatch))
@@ -280,14 +292,13 @@ class _PipelineStep:
         call = self.calls[action.microbatch]
         values = self._sources(action, stage, steps)
         if stage.received:
-            entries = {entry.node: entry for entry in stage.program.inputs}
-            shapes = [part_of(stage.program, entries[node].node, call.sizes) for node in stage.received.values()]
-            taken = self._take(action, Kind.ACTIVATION, stage.number - 1, shapes)
+            taken = self._take(action, Kind.ACTIVATION, stage.number - 1, received_parts(stage, call.sizes))
             values |= dict(zip(stage.received.values(), taken, strict=True))
         leaves = frozenset(call.leaves) & {p.fqn for p in stage.program.parameters}
         new = filter(is_buffer, stage.program.outputs)
         names = (*stage.sent, *(n for n in (call.loss, COUNT) if n in stage.program.outputs), *new)
         step = steps.step(stage.tangents, leaves, names)
+        call.ready.graphs.check(step)
         pending = steps.run(call.sizes, step, values, whole=False, rows=call.rows)
         if call.loss in stage.program.outputs:
             self.losses[action.microbatch] = pending.outputs[call.loss]
@@ -376,8 +387,7 @@ class _Joined:
         total = torch.zeros((), dtype=torch.float32, device=self._world.device)
         for value in local.values():
             total = total.maximum(value.to(total.device))
-        dist.all_reduce(total, dist.ReduceOp.MAX, process_group(self._world.groups["pp"]))
-        return {total.device: total}
+        return {total.device: max_over(total, self._world.groups["pp"])}
 
 
 # Parameters that several stages of a pipeline hold: one value, whose gradients are summed.
@@ -426,7 +436,5 @@ class TiedStageParams:
             if name in trained:
                 # Of one order in memory on all ranks: that of a transposed use is transposed.
                 local = summed[name] if name in summed else zeros(name)
-                total = local.clone(memory_format=torch.contiguous_format)
-                dist.all_reduce(total, group=process_group(self._groups[name]))
-                summed[name] = total
+                summed[name] = sum_over(local, self._groups[name])
         return summed
