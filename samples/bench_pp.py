@@ -1,12 +1,15 @@
 """Milliseconds of a training step through a pipeline, and how much of them is bubble.
 
     torchrun --nproc-per-node 2 samples/bench_pp.py --runs 1f1b:8 1f1b:16 1f1b:32 interleaved_1f1b:16 zb_h1:16
-    torchrun --nproc-per-node 4 samples/bench_pp.py --model gpt-4.2b --runs 1f1b:16:compile zb_h1:16:compile
+    torchrun --nproc-per-node 4 samples/bench_pp.py --model gpt-4.2b --runs 1f1b:16:compile zb_h1:16:graph
+    python samples/bench_pp.py --runs alone:8:graph alone:16:graph  # the same microbatches on one GPU
     torchrun --nproc-per-node 2 samples/bench_pp.py --tiny --runs 1f1b:2 zb_h1:4  # to see that it runs
 
-A run is SCHEDULE:MICROBATCHES, and `:compile` behind it. Models and sizes are those of `bench_tp.py`, the batch is cut
-into the microbatches. *Bubble* is what the schedule leaves idle where all stages take equally long, by its simulation
-(a forward 1, each part of a backward 1). A step's time is the slowest rank's median.
+A run is SCHEDULE:MICROBATCHES, with `:compile` behind it, or with `:graph` (compiled, and one CUDA graph a rank);
+the schedule `alone` is one process that adds up the gradients of the microbatches. Models and sizes are those of
+`bench_tp.py`, the batch is cut into the microbatches. *Bubble* is what the schedule leaves idle where all stages take
+equally long, by its simulation (a forward 1, each part of a backward 1). A step's time is the slowest rank's median.
+With `--profile` the milliseconds in which a rank's GPU computed nothing, its communication apart, are there too.
 """
 
 from __future__ import annotations
@@ -14,22 +17,25 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
 import fxpar
 from fxpar.pipeline.compiler.builtin_schedules import build_schedule
 from fxpar.pipeline.compiler.simulation import verified
-from samples.bench_tp import _TINY, MODELS, build, run_all, time_steps
+from samples.bench_tp import _TINY, MODELS, build, run_all, time_steps, where_time_goes
 
 
 def bubble(schedule: str, pp: int, virtual: int, microbatches: int) -> float:
     """The share of a rank's time that a schedule leaves idle, of the rank that idles most."""
+    if schedule == "alone":
+        return 0.0
     found = verified(build_schedule(schedule, pp=pp, microbatches=microbatches, virtual_stages=virtual))
     return found.timeline.bubble
 
@@ -37,8 +43,8 @@ def bubble(schedule: str, pp: int, virtual: int, microbatches: int) -> float:
 def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
     """One run on the ranks that there are."""
     words = run.split(":")
-    if len(words) not in (2, 3) or not words[1].isdigit() or words[2:] not in ([], ["compile"]):
-        raise SystemExit(f"{run!r}: write SCHEDULE:MICROBATCHES or SCHEDULE:MICROBATCHES:compile")
+    if len(words) not in (2, 3) or not words[1].isdigit() or words[2:] not in ([], ["compile"], ["graph"]):
+        raise SystemExit(f"{run!r}: write SCHEDULE:MICROBATCHES, with :compile or :graph behind it")
     schedule, microbatches = words[0], int(words[1])
     pp = int(os.environ.get("WORLD_SIZE", 1))
     virtual = 2 if schedule in ("interleaved_1f1b", "zbv") else 1
@@ -50,9 +56,11 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
         pp=pp,
         virtual_stages=virtual,
         microbatches=microbatches,
-        schedule=schedule,
+        schedule="" if schedule == "alone" else schedule,
         precision=options.precision,
-        compile=words[2:] == ["compile"],
+        compile=bool(words[2:]),
+        cuda_graphs=fxpar.CudaGraphs("full_iteration" if words[2:] == ["graph"] else "none"),
+        communication=fxpar.Communication(options.transport),
     )
     ids = torch.randint(0, size.options["vocab_size"], (size.batch, size.sequence), generator=torch.Generator())
     start = time.perf_counter()
@@ -70,7 +78,21 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"run": run, "pp": pp, "schedule": schedule, "microbatches": microbatches, "loss": loss}
     found |= {"build_s": built, "first_s": first, "bubble": bubble(schedule, pp, virtual, microbatches)}
     found |= time_steps(step, device, options.warmup, options.steps)
+    if options.profile:
+        found |= {f"rank {rank}": split for rank, split in enumerate(profiles(step, device))}
+    found["graphs"] = str(model.graph_figures or "")
+    model.close()
     return {**found, "tokens_s": size.batch * size.sequence / found["ms"] * 1e3}
+
+
+def profiles(step: Callable[[], torch.Tensor], device: torch.device) -> list[Any]:
+    """Where the time of a step goes, of each rank."""
+    here = where_time_goes(step, device)
+    if not dist.is_initialized():
+        return [here]
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, here)
+    return of_ranks
 
 
 def report(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -94,6 +116,8 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), default="gpt-1.2b")
     parser.add_argument("--runs", nargs="+", default=["1f1b:8", "zb_h1:8"], help="SCHEDULE:MICROBATCHES[:compile]")
     parser.add_argument("--batch", type=int, default=32, help="sequences a step (32)")
+    parser.add_argument("--transport", default="auto", help="as of fxpar.Communication (auto)")
+    parser.add_argument("--profile", action="store_true", help="also say where the time goes, of each rank")
     parser.add_argument("--precision", default="bf16_weights", help="as of fxpar.Plan (bf16_weights)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the clock runs (3)")
     parser.add_argument("--steps", type=int, default=8, help="steps on the clock (8)")

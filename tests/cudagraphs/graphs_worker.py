@@ -1,6 +1,6 @@
-"""What test_graphs_gpu.py starts on each of two GPUs: trainings with graphs beside the one without.
+"""What test_graphs_gpu.py starts on each of two GPUs: trainings with graphs, compared with the one without.
 
-Rank 0 prints which of them are equal to the bit on all ranks.
+The arguments are `PLAN:IMPL`. Rank 0 prints which of them are equal to the bit on all ranks.
 """
 
 import os
@@ -11,28 +11,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.cudagraphs.graphed import gpt2, llama, train, words
+import fxpar
+from tests.cudagraphs.graphed import Trained, gpt2, llama, train, words
 
 STEPS, MICROBATCHES = 100, 4
 PLANS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpt2": (partial(gpt2, 128, 2), {"tp": 2}),
     "llama": (partial(llama, 128, 2), {"tp": 2, "sequence_parallel": True}),
+    "1f1b": (partial(gpt2, 128, 4), {"pp": 2}),
+    "gpipe": (partial(gpt2, 128, 4), {"pp": 2, "schedule": "gpipe"}),
+    "interleaved": (partial(llama, 128, 4), {"pp": 2, "virtual_stages": 2}),
+    "zb_h1": (partial(gpt2, 128, 4), {"pp": 2, "schedule": "zb_h1", "compile": True}),
+    "zbv": (partial(gpt2, 128, 4), {"pp": 2, "virtual_stages": 2, "schedule": "zbv"}),
+    "groups": (partial(gpt2, 128, 4), {"pp": 2, "virtual_stages": 2, "communication": fxpar.Communication("nccl")}),
 }
 
 
 def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.use_deterministic_algorithms(True, warn_only=True)
-    for name, (build, plan) in PLANS.items():
+    known: dict[str, Trained] = {}
+    for run in sys.argv[1:]:
+        name, impl = run.split(":")
+        build, plan = PLANS[name]
         batches = words(STEPS, MICROBATCHES)
-        plain = train(build, batches, **plan)
-        assert len(set(plain.losses)) == len(plain.losses)
-        for impl in sys.argv[1:]:
-            graphed = train(build, batches, impl, **plan)
-            same = torch.tensor(int(graphed == plain and graphed.figures.graphs >= 2), device="cuda")
-            dist.all_reduce(same, op=dist.ReduceOp.MIN)
-            if dist.get_rank() == 0:
-                print(f"{name} {impl}: {'equal' if int(same) else 'different'}", flush=True)
+        if name not in known:
+            known[name] = train(build, batches, **plan)
+            assert len(set(known[name].losses)) == len(known[name].losses)
+        graphed = train(build, batches, impl, **plan)
+        same = torch.tensor(int(graphed == known[name] and graphed.figures.graphs >= 2), device="cuda")
+        dist.all_reduce(same, op=dist.ReduceOp.MIN)
+        if dist.get_rank() == 0:
+            print(f"{run} {'equal' if int(same) else 'different'} {graphed.figures}", flush=True)
 
 
 if __name__ == "__main__":

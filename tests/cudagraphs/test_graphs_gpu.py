@@ -58,13 +58,23 @@ def test_a_hundred_steps_are_the_same_to_the_bit(name: str, impl: str) -> None:
     assert found.figures.graphs >= 2
 
 
+_ENGINE_IS_THERE = importlib.util.find_spec("transformer_engine") is not None
+_DENSE = ["partial", "full_iteration", *(["transformer_engine"] if _ENGINE_IS_THERE else [])]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_hundred_steps_of_two_ranks_are_the_same_to_the_bit() -> None:
-    found = importlib.util.find_spec("transformer_engine")
-    impls = ["partial", "full_iteration", *(["transformer_engine"] if found is not None else [])]
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [f"{name}:{impl}" for name in ("gpt2", "llama") for impl in _DENSE],
+        [f"{name}:full_iteration" for name in ("1f1b", "gpipe", "interleaved", "zb_h1", "zbv", "groups")],
+    ],
+    ids=["tensor parallel", "pipelines"],
+)
+def test_a_hundred_steps_of_two_ranks_are_the_same_to_the_bit(runs: list[str]) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*launcher, str(Path(__file__).with_name("graphs_worker.py")), *impls],
+        [*launcher, str(Path(__file__).with_name("graphs_worker.py")), *runs],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
@@ -72,8 +82,8 @@ def test_a_hundred_steps_of_two_ranks_are_the_same_to_the_bit() -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    told = [line for line in done.stdout.splitlines() if line.endswith(("equal", "different"))]
-    assert told == [f"{name} {impl}: equal" for name in ("gpt2", "llama") for impl in impls]
+    told = [line.split()[:2] for line in done.stdout.splitlines() if line.partition(" ")[0] in runs]
+    assert told == [[run, "equal"] for run in runs]
 
 
 @pytest.mark.parametrize("impl", ["partial", "full_iteration", ENGINE])
