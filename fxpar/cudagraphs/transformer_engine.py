@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpar.cudagraphs.partial import Noting, PartialGraphs, copied, refuse_uncaptured
+from fxpar.cudagraphs.graph_cache import PartialGraphs, refuse_uncaptured
+from fxpar.cudagraphs.partial import Noting, copied
 from fxpar.cudagraphs.pool import Flight, Pool
 from fxpar.errors import InputError
 from fxpar.plan.option_groups import CudaGraphs

@@ -17,7 +17,8 @@ from torch import Tensor
 
 import fxpar
 from fxpar.cudagraphs.full import Iteration
-from fxpar.cudagraphs.partial import CachedGraphs, GraphedForward, GraphedStep
+from fxpar.cudagraphs.graph_cache import CachedGraphs
+from fxpar.cudagraphs.partial import GraphedForward, GraphedStep
 from fxpar.runtime.prefetch import Prefetched
 from tests.cudagraphs.graphed import Trained, gpt2, llama, prefetched, train, words
 
