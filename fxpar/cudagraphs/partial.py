@@ -12,7 +12,7 @@ nothing else may run in the pool until the backward has.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from fxpar.runtime.calls import (
 )
 
 _FLIGHT = "flight"
+_PARTS = 2  # of a backward: up to the gradients of a stage's inputs, and the rest
 # Runs a call of a list by its number.
 RunCall = Callable[[int, Values], None]
 
@@ -145,21 +146,29 @@ class GraphedStep:
         self._static: Static | None = None
         self._tangents: Static | None = None
         self._forward: Replayed | None = None
-        self._backward: Replayed | None = None
+        self._backward: list[Replayed] = []
         self._results: dict[str, Tensor] = {}
         self._values: Values = {}
+        self._returned: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
         self._placed: list[Tensor] = []
 
     @property
     def graphs(self) -> int:
         """Returns how many graphs there are."""
-        return sum(len(part.graphs) for part in (self._forward, self._backward) if part is not None)
+        parts = (*self._backward, *([] if self._forward is None else [self._forward]))
+        return sum(len(part.graphs) for part in parts)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Returns whether all its graphs are there."""
+        return self._forward is not None and len(self._backward) == _PARTS
 
     def forward(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], Values]:
         """Implements `Runnable.forward`."""
         flight = self._pool.flight = Flight()
         if self._forward is None:
+            self._backward = []
             self._static = Static({name: values[name] for name in self._inputs})
             self._values = self._calls.start({**values, **self._static.tensors}, sizes)
             calls = self._calls.forward_calls
@@ -169,56 +178,135 @@ class GraphedStep:
             self._results = {name: self._values[value] for name, value in self._calls.step.results.items()}
         else:
             assert self._static is not None
+            self._pool.scramble((), (), self._placed)  # gradients of the flight before may be there still
             self._static.fill(values)
             self._forward.replay()
         outputs = {name: value.clone() for name, value in self._results.items()}
-        if self._backward is not None:
-            self._pool.scramble(self._static.tensors.values(), self._backward.graphs, self._backward.reads)
+        self._scramble(self._backward)
         return outputs, {_FLIGHT: flight}
 
-    def backward(
+    def input_backward(
         self, saved: Values, tangents: Mapping[str, Tensor], place: GradientSink | None = None
     ) -> dict[str, Tensor]:
-        """Implements `Runnable.backward`; returns the places of what is placed, and copies of all else."""
+        """Implements `Runnable.input_backward`."""
+        if not self._backward:
+            self._check_open()
+            self._tangents = Static(tangents)
+            names = self._calls.step.tangents
+            self._values.update({names[name]: static for name, static in self._tangents.tensors.items()})
+            self._placed = []
+            self._record(range(self._calls.early), None if place is None else Noting(place, self._placed))
+            self._returned = {name: self._values[name] for name in self._calls.step.returned.values()}
+        else:
+            assert self._tangents is not None
+            self._tangents.fill(tangents)
+            self._backward[0].replay()
+        returned = {name: value.clone() for name, value in self._returned.items()}
+        self._scramble(self._backward[1:], self._gradients.values())
+        return returned
+
+    def weight_backward(self, saved: Values) -> dict[str, Tensor]:
+        """Implements `Runnable.weight_backward`; returns the places of what is placed, and copies of all else."""
+        return copied(self.weight_gradients(saved), self._placed)
+
+    def weight_gradients(self, saved: Values) -> dict[str, Tensor]:
+        """Runs the rest of the backward; returns what it gives, which stays until the next forward."""
         saved.clear()
+        if not self.is_recorded:
+            self._check_open()
+            self._record(range(self._calls.early, len(self._calls.backward_calls)), None)
+            self._gradients = {name: self._values[name] for name in self._calls.gives}
+            # What is dropped here the pool may give to recordings that come later.
+            self._values = {}
+        else:
+            self._backward[1].replay()
+        self._pool.flight = None
+        self._scramble((), [*self._gradients.values(), *self._placed])
+        return dict(self._gradients)
+
+    def _check_open(self) -> None:
         if self._forward is None:
             raise InputError(
                 "the graphs of this call's forward are freed", where="close()", remedy="close behind the last backward"
             )
-        if self._backward is None:
-            forward, self._forward = self._forward, None  # where recording fails, both are recorded anew
-            self._tangents = Static(tangents)
-            names = self._calls.step.tangents
-            self._values.update({names[name]: static for name, static in self._tangents.tensors.items()})
-            calls = self._calls.backward_calls
-            there: list[Tensor] = []
-            noting = None if place is None else Noting(place, there)
-            self._backward = Replayed(
-                self._pool, calls, self._values, lambda index, values: self._calls.run_backward(index, values, noting)
-            )
-            self._forward = forward
-            self._gradients = {name: self._values[name] for name in self._calls.gives}
-            self._placed = there
-            # What is dropped here the pool may give to recordings that come later.
-            self._values = {}
-        else:
-            assert self._tangents is not None
-            self._tangents.fill(tangents)
-            self._backward.replay()
-        self._pool.flight = None
-        gradients = copied(self._gradients, self._placed)
+
+    def _record(self, indices: range, place: GradientSink | None) -> None:
+        """Records some calls of the backward."""
+        forward, self._forward = self._forward, None  # where recording fails, all parts are recorded anew
+        calls = [self._calls.backward_calls[index] for index in indices]
+        part = Replayed(
+            self._pool, calls, self._values, lambda i, values: self._calls.run_backward(indices[i], values, place)
+        )
+        self._backward.append(part)
+        self._forward = forward
+
+    def _scramble(self, later: Sequence[Replayed], live: Iterable[Tensor] = ()) -> None:
+        """Fills what neither later parts nor others read, where recordings are tried."""
+        # Until all parts are there, those that are not recorded yet read what nobody knows of.
+        if not self.is_recorded:
+            return
         assert self._static is not None
+        assert self._tangents is not None
         static = (*self._static.tensors.values(), *self._tangents.tensors.values())
-        self._pool.scramble(static, (), self._placed)
-        return gradients
+        graphs = [graph for part in later for graph in part.graphs]
+        self._pool.scramble(static, graphs, [*live, *(read for part in later for read in part.reads)])
 
     def reset(self) -> None:
         """Frees the graphs and what they hold."""
-        for part in (self._forward, self._backward):
-            if part is not None:
-                part.reset()
-        self._forward = self._backward = None
-        self._results, self._values, self._gradients, self._placed = {}, {}, {}, []
+        for part in (*self._backward, *([] if self._forward is None else [self._forward])):
+            part.reset()
+        self._forward, self._backward = None, []
+        self._results, self._values, self._returned, self._gradients, self._placed = {}, {}, {}, {}, []
+
+
+class StageStep(GraphedStep):
+    """A step of a pipeline's stage as graphs, for one microbatch in flight.
+
+    Its first microbatch runs as it is, and `record` repeats that one when the schedule has ended. Recording waits for
+    all that is queued on the device. In the middle of a schedule these may be sends to a rank that waits for this one.
+    """
+
+    def __init__(self, calls: StepCalls, inputs: Collection[str], pool: Pool) -> None:
+        super().__init__(calls, inputs, pool)
+        self._operands: tuple[Mapping[str, Any], Mapping[str, int]] = {}, {}
+        self._last_tangents: Mapping[str, Tensor] | None = None
+
+    def forward(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], Values]:
+        """Implements `Runnable.forward`."""
+        if self.is_recorded:
+            return super().forward(values, sizes)
+        flight = self._pool.flight = Flight()
+        self._operands, self._last_tangents = (values, sizes), None
+        outputs, saved = self._calls.forward(values, sizes)
+        return outputs, {**saved, _FLIGHT: flight}
+
+    def input_backward(
+        self, saved: Values, tangents: Mapping[str, Tensor], place: GradientSink | None = None
+    ) -> dict[str, Tensor]:
+        """Implements `Runnable.input_backward`."""
+        if self.is_recorded:
+            return super().input_backward(saved, tangents, place)
+        self._last_tangents = tangents
+        return self._calls.input_backward(saved, tangents, place)
+
+    def weight_backward(self, saved: Values) -> dict[str, Tensor]:
+        """Implements `Runnable.weight_backward`; without copies, as the pipeline adds gradients up at once."""
+        if self.is_recorded:
+            return self.weight_gradients(saved)
+        del saved[_FLIGHT]
+        gradients = self._calls.weight_backward(saved)
+        self._pool.flight = None
+        return gradients
+
+    def record(self) -> None:
+        """Records what has run as it is, if anything has."""
+        if self.is_recorded or self._last_tangents is None:
+            return
+        tangents, (values, sizes) = self._last_tangents, self._operands
+        self._operands, self._last_tangents = ({}, {}), None
+        _, saved = super().forward(values, sizes)
+        super().input_backward(saved, tangents)
+        self.weight_gradients(saved)
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,8 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 100
 BUILDS: dict[str, Any] = {"gpt2": partial(gpt2, 128, 2), "llama": partial(llama, 128, 2)}
-ENGINE = pytest.param(
-    "transformer_engine",
-    marks=pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"),
-)
+HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None
+ENGINE = pytest.param("transformer_engine", marks=pytest.mark.skipif(not HAS_ENGINE, reason="needs Transformer Engine"))
 _known: dict[Any, Trained] = {}
 
 
@@ -59,13 +57,19 @@ def test_a_hundred_steps_are_the_same_to_the_bit(name: str, impl: str) -> None:
     assert found.figures.graphs >= 2
 
 
+IMPLS = ["partial", "full_iteration", *(["transformer_engine"] if HAS_ENGINE else [])]
+ON_RANKS = {
+    "replicas": [f"{name}:{impl}" for name in ("gpt2", "llama") for impl in IMPLS],
+    "stages": [f"{name}:partial" for name in ("1f1b", "interleaved_1f1b", "zb_h1")],
+}
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_hundred_steps_of_two_ranks_are_the_same_to_the_bit() -> None:
-    found = importlib.util.find_spec("transformer_engine")
-    impls = ["partial", "full_iteration", *(["transformer_engine"] if found is not None else [])]
+@pytest.mark.parametrize("runs", ON_RANKS.values(), ids=list(ON_RANKS))
+def test_a_hundred_steps_of_two_ranks_are_the_same_to_the_bit(runs: list[str]) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*launcher, str(Path(__file__).with_name("graphs_worker.py")), *impls],
+        [*launcher, str(Path(__file__).with_name("graphs_worker.py")), *runs],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
@@ -74,7 +78,7 @@ def test_a_hundred_steps_of_two_ranks_are_the_same_to_the_bit() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     told = [line for line in done.stdout.splitlines() if line.endswith(("equal", "different"))]
-    assert told == [f"{name} {impl}: equal" for name in ("gpt2", "llama") for impl in impls]
+    assert told == [f"{run.replace(':', ' ')}: equal" for run in runs]
 
 
 @pytest.mark.parametrize("impl", ["partial", "full_iteration", ENGINE])
