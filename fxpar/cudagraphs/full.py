@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fxpar.cudagraphs.partial import CachedGraphs, PartialGraphs, Static, key_of, refuse_uncaptured
+from fxpar.cudagraphs.graph_cache import CachedGraphs, PartialGraphs, key_of, refuse_uncaptured
+from fxpar.cudagraphs.partial import Static
 from fxpar.cudagraphs.pool import Pool, Recording
 from fxpar.cudagraphs.transformer_engine import EngineGraphs
 from fxpar.errors import InputError

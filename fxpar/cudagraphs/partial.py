@@ -7,40 +7,31 @@ A recording has addresses. Parameters stay where they are; inputs and tangents a
 replay; results are copied out after it, so that whoever has them keeps them. Gradients are added into their buffers
 inside of the graph. All graphs of a step share one pool, so what the forward leaves for the backward lies there, and
 nothing else may run in the pool until the backward has.
-
-`CachedGraphs` knows which graphs of a module there are, and for which calls. The first time a call runs as it is, which
-also sets up what kernels and collectives set up once; the second time it is recorded, and replayed from then on.
 """
 
 from __future__ import annotations
 
-import atexit
 import itertools
-import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxpar.cudagraphs.pool import Flight, Pool, Recording, new_pool
+from fxpar.cudagraphs.pool import Flight, Pool, Recording
 from fxpar.errors import InputError
-from fxpar.ir.program import describe, note
 from fxpar.ops.small_operators import Destination
-from fxpar.plan.option_groups import CudaGraphs
 from fxpar.runtime.calls import (
     ForwardCalls,
     GradientSink,
-    LoweredStep,
-    Runnable,
     StepCalls,
     UnitCall,
     Values,
 )
-from fxpar.runtime.graph_modes import GraphFigures, MovingInputs, NoGraphs, RunForward
 
 _FLIGHT = "flight"
+_PARTS = 2  # of a backward: up to the gradients of a stage's inputs, and the rest
 # Runs a call of a list by its number.
 RunCall = Callable[[int, Values], None]
 
@@ -155,21 +146,29 @@ class GraphedStep:
         self._static: Static | None = None
         self._tangents: Static | None = None
         self._forward: Replayed | None = None
-        self._backward: Replayed | None = None
+        self._backward: list[Replayed] = []
         self._results: dict[str, Tensor] = {}
         self._values: Values = {}
+        self._returned: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
         self._placed: list[Tensor] = []
 
     @property
     def graphs(self) -> int:
         """Returns how many graphs there are."""
-        return sum(len(part.graphs) for part in (self._forward, self._backward) if part is not None)
+        parts = (*self._backward, *([] if self._forward is None else [self._forward]))
+        return sum(len(part.graphs) for part in parts)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Returns whether all its graphs are there."""
+        return self._forward is not None and len(self._backward) == _PARTS
 
     def forward(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], Values]:
         """Implements `Runnable.forward`."""
         flight = self._pool.flight = Flight()
         if self._forward is None:
+            self._backward = []
             self._static = Static({name: values[name] for name in self._inputs})
             self._values = self._calls.start({**values, **self._static.tensors}, sizes)
             calls = self._calls.forward_calls
@@ -179,56 +178,135 @@ class GraphedStep:
             self._results = {name: self._values[value] for name, value in self._calls.step.results.items()}
         else:
             assert self._static is not None
+            self._pool.scramble((), (), self._placed)  # gradients of the flight before may be there still
             self._static.fill(values)
             self._forward.replay()
         outputs = {name: value.clone() for name, value in self._results.items()}
-        if self._backward is not None:
-            self._pool.scramble(self._static.tensors.values(), self._backward.graphs, self._backward.reads)
+        self._scramble(self._backward)
         return outputs, {_FLIGHT: flight}
 
-    def backward(
+    def input_backward(
         self, saved: Values, tangents: Mapping[str, Tensor], place: GradientSink | None = None
     ) -> dict[str, Tensor]:
-        """Implements `Runnable.backward`; returns the places of what is placed, and copies of all else."""
+        """Implements `Runnable.input_backward`."""
+        if not self._backward:
+            self._check_open()
+            self._tangents = Static(tangents)
+            names = self._calls.step.tangents
+            self._values.update({names[name]: static for name, static in self._tangents.tensors.items()})
+            self._placed = []
+            self._record(range(self._calls.early), None if place is None else Noting(place, self._placed))
+            self._returned = {name: self._values[name] for name in self._calls.step.returned.values()}
+        else:
+            assert self._tangents is not None
+            self._tangents.fill(tangents)
+            self._backward[0].replay()
+        returned = {name: value.clone() for name, value in self._returned.items()}
+        self._scramble(self._backward[1:], self._gradients.values())
+        return returned
+
+    def weight_backward(self, saved: Values) -> dict[str, Tensor]:
+        """Implements `Runnable.weight_backward`; returns the places of what is placed, and copies of all else."""
+        return copied(self.weight_gradients(saved), self._placed)
+
+    def weight_gradients(self, saved: Values) -> dict[str, Tensor]:
+        """Runs the rest of the backward; returns what it gives, which stays until the next forward."""
         saved.clear()
+        if not self.is_recorded:
+            self._check_open()
+            self._record(range(self._calls.early, len(self._calls.backward_calls)), None)
+            self._gradients = {name: self._values[name] for name in self._calls.gives}
+            # What is dropped here the pool may give to recordings that come later.
+            self._values = {}
+        else:
+            self._backward[1].replay()
+        self._pool.flight = None
+        self._scramble((), [*self._gradients.values(), *self._placed])
+        return dict(self._gradients)
+
+    def _check_open(self) -> None:
         if self._forward is None:
             raise InputError(
                 "the graphs of this call's forward are freed", where="close()", remedy="close behind the last backward"
             )
-        if self._backward is None:
-            forward, self._forward = self._forward, None  # where recording fails, both are recorded anew
-            self._tangents = Static(tangents)
-            names = self._calls.step.tangents
-            self._values.update({names[name]: static for name, static in self._tangents.tensors.items()})
-            calls = self._calls.backward_calls
-            there: list[Tensor] = []
-            noting = None if place is None else Noting(place, there)
-            self._backward = Replayed(
-                self._pool, calls, self._values, lambda index, values: self._calls.run_backward(index, values, noting)
-            )
-            self._forward = forward
-            self._gradients = {name: self._values[name] for name in self._calls.gives}
-            self._placed = there
-            # What is dropped here the pool may give to recordings that come later.
-            self._values = {}
-        else:
-            assert self._tangents is not None
-            self._tangents.fill(tangents)
-            self._backward.replay()
-        self._pool.flight = None
-        gradients = copied(self._gradients, self._placed)
+
+    def _record(self, indices: range, place: GradientSink | None) -> None:
+        """Records some calls of the backward."""
+        forward, self._forward = self._forward, None  # where recording fails, all parts are recorded anew
+        calls = [self._calls.backward_calls[index] for index in indices]
+        part = Replayed(
+            self._pool, calls, self._values, lambda i, values: self._calls.run_backward(indices[i], values, place)
+        )
+        self._backward.append(part)
+        self._forward = forward
+
+    def _scramble(self, later: Sequence[Replayed], live: Iterable[Tensor] = ()) -> None:
+        """Fills what neither later parts nor others read, where recordings are tried."""
+        # Until all parts are there, those that are not recorded yet read what nobody knows of.
+        if not self.is_recorded:
+            return
         assert self._static is not None
+        assert self._tangents is not None
         static = (*self._static.tensors.values(), *self._tangents.tensors.values())
-        self._pool.scramble(static, (), self._placed)
-        return gradients
+        graphs = [graph for part in later for graph in part.graphs]
+        self._pool.scramble(static, graphs, [*live, *(read for part in later for read in part.reads)])
 
     def reset(self) -> None:
         """Frees the graphs and what they hold."""
-        for part in (self._forward, self._backward):
-            if part is not None:
-                part.reset()
-        self._forward = self._backward = None
-        self._results, self._values, self._gradients, self._placed = {}, {}, {}, []
+        for part in (*self._backward, *([] if self._forward is None else [self._forward])):
+            part.reset()
+        self._forward, self._backward = None, []
+        self._results, self._values, self._returned, self._gradients, self._placed = {}, {}, {}, {}, []
+
+
+class StageStep(GraphedStep):
+    """A step of a pipeline's stage as graphs, for one microbatch in flight.
+
+    Its first microbatch runs as it is, and `record` repeats that one when the schedule has ended. Recording waits for
+    all that is queued on the device. In the middle of a schedule these may be sends to a rank that waits for this one.
+    """
+
+    def __init__(self, calls: StepCalls, inputs: Collection[str], pool: Pool) -> None:
+        super().__init__(calls, inputs, pool)
+        self._operands: tuple[Mapping[str, Any], Mapping[str, int]] = {}, {}
+        self._last_tangents: Mapping[str, Tensor] | None = None
+
+    def forward(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], Values]:
+        """Implements `Runnable.forward`."""
+        if self.is_recorded:
+            return super().forward(values, sizes)
+        flight = self._pool.flight = Flight()
+        self._operands, self._last_tangents = (values, sizes), None
+        outputs, saved = self._calls.forward(values, sizes)
+        return outputs, {**saved, _FLIGHT: flight}
+
+    def input_backward(
+        self, saved: Values, tangents: Mapping[str, Tensor], place: GradientSink | None = None
+    ) -> dict[str, Tensor]:
+        """Implements `Runnable.input_backward`."""
+        if self.is_recorded:
+            return super().input_backward(saved, tangents, place)
+        self._last_tangents = tangents
+        return self._calls.input_backward(saved, tangents, place)
+
+    def weight_backward(self, saved: Values) -> dict[str, Tensor]:
+        """Implements `Runnable.weight_backward`; without copies, as the pipeline adds gradients up at once."""
+        if self.is_recorded:
+            return self.weight_gradients(saved)
+        del saved[_FLIGHT]
+        gradients = self._calls.weight_backward(saved)
+        self._pool.flight = None
+        return gradients
+
+    def record(self) -> None:
+        """Records what has run as it is, if anything has."""
+        if self.is_recorded or self._last_tangents is None:
+            return
+        tangents, (values, sizes) = self._last_tangents, self._operands
+        self._operands, self._last_tangents = ({}, {}), None
+        _, saved = super().forward(values, sizes)
+        super().input_backward(saved, tangents)
+        self.weight_gradients(saved)
 
 
 @dataclass(frozen=True)
@@ -303,146 +381,3 @@ class GraphedForward:
         if self._replayed is not None:
             self._replayed.reset()
         self._results = {}
-
-
-# Which graphs there are, and for which calls.
-
-
-class _Graphed(Protocol):
-    @property
-    def graphs(self) -> int: ...
-
-    def reset(self) -> None: ...
-
-
-Variant = TypeVar("Variant", bound=_Graphed)
-
-
-class CachedGraphs(NoGraphs):
-    """Graphs of one module, which are made when a call comes for the second time.
-
-    Args:
-        options: of the plan.
-        device: on which they run.
-        enter: called in front of what communicates.
-    """
-
-    is_on = True
-
-    def __init__(self, options: CudaGraphs, device: torch.device, enter: Callable[[], None] = lambda: None) -> None:
-        self.options, self.enter = options, enter
-        self._device = device
-        self._seen: set[Hashable] = set()
-        self._pools: list[tuple[Pool, dict[Hashable, Any]]] = []
-        self._closed = False
-        _OPEN.add(self)
-
-    def forward(
-        self, calls: ForwardCalls, values: Mapping[str, Any], inputs: MovingInputs, key: Hashable
-    ) -> RunForward:
-        """Implements `NoGraphs.forward`."""
-        moving = inputs()
-        key = ("forward", id(calls), *key_of(values, moving), key)
-        forward: RunForward = self.variant(key, lambda pool: GraphedForward(calls, moving, pool), calls)
-        return forward
-
-    def variant(self, key: Hashable, make: Callable[[Pool], Variant], plain: Any) -> Any:
-        """Returns what runs calls of a key; `plain` the first time.
-
-        Raises:
-            InputError: there are as many variants as the plan admits, or the module is closed.
-        """
-        if self._closed:
-            raise InputError("the module is closed", where="close()", remedy="close it behind its last call")
-        # The first call runs as it is. Triton tunes kernels, and NCCL makes communicators at
-        # their first use, none of which a capture may contain.
-        if key not in self._seen:
-            self._check_room(len(self._seen))
-            self._seen.add(key)
-            return plain
-        # A pool whose forward waits for its backward holds what that backward
-        # reads. A second forward in it would overwrite that.
-        free = [(pool, known) for pool, known in self._pools if pool.flight is None]
-        for _, known in free:
-            if key in known:
-                return known[key]
-        if not free:
-            self._pools.append((new_pool(self._device), {}))
-            free = self._pools[-1:]
-        pool, known = free[0]
-        self._check_room(sum(len(variants) for _, variants in self._pools))
-        known[key] = make(pool)
-        return known[key]
-
-    def _check_room(self, count: int) -> None:
-        if count < self.options.variants:
-            return
-        raise InputError(
-            f"has {count} variants of graphs, and this call has other shapes, addresses or modes than all of them, or "
-            "comes while their backwards are to come",
-            where="cuda_graphs",
-            remedy="pad batches to few lengths, keep parameters and gradients in their memory, run each backward "
-            "before the next forward, or raise cuda_graphs.variants",
-        )
-
-    @property
-    def figures(self) -> GraphFigures:
-        """Implements `NoGraphs.figures`."""
-        variants = [variant for _, known in self._pools for variant in known.values()]
-        costs = [pool.cost for pool, _ in self._pools]
-        seconds, size = (sum(column) for column in zip(*costs, strict=True)) if costs else (0.0, 0)
-        return GraphFigures(sum(variant.graphs for variant in variants), len(variants), seconds, size)
-
-    def close(self) -> None:
-        """Implements `NoGraphs.close`."""
-        self._closed = True
-        for _, known in self._pools:
-            for variant in known.values():
-                variant.reset()
-        self._pools.clear()
-
-
-class PartialGraphs(CachedGraphs):
-    """Runs of calls that a graph can hold are one graph; what stands between them runs as it is."""
-
-    def step(self, calls: StepCalls, values: Mapping[str, Any], inputs: MovingInputs, key: Hashable) -> Runnable:
-        """Implements `NoGraphs.step`."""
-        moving = inputs()
-        key = ("step", id(calls), *key_of(values, moving), key)
-        runnable: Runnable = self.variant(key, lambda pool: self._graphed(calls, moving, pool), calls)
-        return runnable
-
-    def _graphed(self, calls: StepCalls, inputs: Collection[str], pool: Pool) -> Any:
-        return GraphedStep(calls, inputs, pool)
-
-
-def refuse_uncaptured(step: LoweredStep) -> None:
-    """Refuses a step that one graph is to hold and cannot.
-
-    Raises:
-        InputError: names the operation and the reason.
-    """
-    node = step.uncaptured
-    if node is not None:
-        reason = note(node).uncaptured
-        remedy = "set CudaGraphs('partial'), whose graphs end there"
-        raise InputError(f"cannot be part of a CUDA graph: it {reason}", where=describe(node), remedy=remedy)
-
-
-def key_of(values: Mapping[str, Any], inputs: Collection[str]) -> tuple[Hashable, Hashable]:
-    """Returns shapes of what is copied in, and addresses and strides of all else."""
-    shapes = tuple((name, tuple(values[name].shape), values[name].dtype) for name in inputs)
-    rest = [value for name, value in values.items() if name not in inputs]
-    # Strides too: a transposed view has the address of its base, and a graph would read it in the wrong order.
-    return shapes, tuple((value.data_ptr(), value.stride()) for value in rest)
-
-
-# Those of this process: graphs hold communicators, which must outlive them.
-_OPEN: weakref.WeakSet[CachedGraphs] = weakref.WeakSet()
-
-
-@atexit.register
-def close_all() -> None:
-    """Frees the graphs of all modules."""
-    for graphs in list(_OPEN):
-        graphs.close()

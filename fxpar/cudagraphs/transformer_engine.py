@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpar.cudagraphs.partial import Noting, PartialGraphs, copied, refuse_uncaptured
+from fxpar.cudagraphs.graph_cache import PartialGraphs, refuse_uncaptured
+from fxpar.cudagraphs.partial import Noting, copied
 from fxpar.cudagraphs.pool import Flight, Pool
 from fxpar.errors import InputError
 from fxpar.plan.option_groups import CudaGraphs
@@ -45,7 +46,8 @@ class _StepFunction(torch.autograd.Function):
         names = owner.calls.step.tangents
         named = dict(zip(owner.outputs, tangents, strict=True))
         place = owner.placing if torch.cuda.is_current_stream_capturing() else None
-        owner.gradients = owner.calls.backward(ctx.saved, {name: named[name].contiguous() for name in names}, place)
+        owner.calls.input_backward(ctx.saved, {name: named[name].contiguous() for name in names}, place)
+        owner.gradients = owner.calls.weight_backward(ctx.saved)
         return None, torch.zeros((), device=tangents[0].device), *[None for _ in owner.inputs]
 
 
@@ -103,24 +105,30 @@ class EngineStep:
         outputs = dict(zip(self.outputs, tensors, strict=True))
         return {name: value.detach().clone() for name, value in outputs.items()}, {_OUTPUTS: outputs, _FLIGHT: flight}
 
-    def backward(
+    def input_backward(
         self, saved: Values, tangents: Mapping[str, Tensor], place: GradientSink | None = None
     ) -> dict[str, Tensor]:
-        """Implements `Runnable.backward`; returns the places of what is placed, and copies of all else."""
-        saved.pop(_FLIGHT)
+        """Implements `Runnable.input_backward`."""
         if self._graphed is None:
-            gradients = self.calls.backward(saved, tangents, place)
             self.placing = None if place is None else Noting(place, self._placed)
-            self._capture()
-            self._pool.flight = None
-            return gradients
+            return self.calls.input_backward(saved, tangents, place)
         outputs = saved.pop(_OUTPUTS)
         names = list(tangents)
         assert self._handle is not None
         # Autograd only carries the call: gradients were placed inside of the graph, and the handle's own is zero.
         torch.autograd.grad([outputs[name] for name in names], [self._handle], [tangents[name] for name in names])
+        return {}
+
+    def weight_backward(self, saved: Values) -> dict[str, Tensor]:
+        """Implements `Runnable.weight_backward`; returns the places of what is placed, and copies of all else."""
+        del saved[_FLIGHT]
+        if self._graphed is None:
+            gradients = self.calls.weight_backward(saved)
+            self._capture()
+        else:
+            gradients = copied(self.gradients, self._placed)
         self._pool.flight = None
-        return copied(self.gradients, self._placed)
+        return gradients
 
     def _capture(self) -> None:
         engine = _engine()

@@ -276,8 +276,8 @@ class CudaGraphs(OptionGroup):
             gradients, in one graph.
         scope: of `partial`, the parts of layers that are captured: `attn` (norm, attention and the residual sum), `mlp`
             (norm, MLP and its sum); all that can be, where none is named.
-        variants: graphs that are kept at most, one for each set of shapes, addresses and modes. A call that would need
-            another one is refused.
+        variants: sets of shapes, addresses and modes for which there are graphs at most. A call that would need another
+            one is refused.
     """
 
     impl: str = "none"

@@ -249,10 +249,10 @@ class Plan:
         size = self.pipeline.group_size
         if size is not None and virtual == 1:
             yield f"pipeline.group_size={shown(size)} is of several stages a rank: give virtual_stages, or leave it out"
-        if self.pp > 1 and self.cuda_graphs.impl not in ("none", "full_iteration"):
+        if self.pp > 1 and self.cuda_graphs.impl == "transformer_engine":
             yield (
-                f"cuda_graphs.impl={shown(self.cuda_graphs.impl)} does not capture stages of a pipeline yet: give "
-                "CudaGraphs('full_iteration'), or pp=1"
+                "cuda_graphs.impl='transformer_engine' does not capture stages of a pipeline yet: give "
+                "CudaGraphs('partial') or CudaGraphs('full_iteration'), or pp=1"
             )
 
     def _wrong_experts(self) -> Iterator[str]:

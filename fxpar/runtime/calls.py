@@ -102,14 +102,26 @@ class Runnable(Protocol):
             sizes: of the call, by symbol.
         """
 
-    def backward(
+    def input_backward(
         self, saved: Values, tangents: Mapping[str, Tensor], place: GradientSink | None = None
     ) -> dict[str, Tensor]:
-        """Returns what the backward gives, by name of the value.
+        """Runs the backward, but for what only gradients of weights need where a schedule splits it.
 
         Args:
+            saved: what the forward left; `weight_backward` takes it afterwards.
             tangents: by name of the output.
             place: called with gradients by parameter as soon as they are there.
+
+        Returns:
+            The gradients of a stage's inputs, by name of the value.
+        """
+
+    def weight_backward(self, saved: Values) -> dict[str, Tensor]:
+        """Runs the rest of the backward, after `input_backward`.
+
+        Returns:
+            The parameters' gradients, or what this rank has of them, by name of the value. The next forward of a
+            stage may overwrite its.
         """
 
 
@@ -130,10 +142,11 @@ class StepCalls(_Calls):
         forward: its calls, and those of its backward, which free nothing yet.
         constants: values that they take besides the program's inputs, by name.
         whole: as for `Runnable`.
-        early: how many calls of the backward come before those that only gradients of weights need.
+        early: how many calls of a backward in two parts come before those that only gradients of weights need.
 
     Attributes:
-        gives: names of the values that the backward gives.
+        early: how many calls are the first part; all of a whole backward.
+        gives: names of the parameters' gradients, or of what this rank has of them.
     """
 
     def __init__(
@@ -146,9 +159,10 @@ class StepCalls(_Calls):
         whole: bool,
         early: int,
     ) -> None:
-        self.step, self.whole, self.early = step, whole, early
-        self.gives = tuple(step.gradients.values()) if whole else step.ends
-        calls = freeing([*forward, *backward], (*step.results.values(), *self.gives))
+        self.step, self.whole, self.early = step, whole, len(backward) if whole else early
+        self.gives = tuple(step.gradients.values()) if whole else step.unfinished
+        needed = (*step.results.values(), *self.gives, *step.returned.values())
+        calls = freeing([*forward, *backward], needed)
         self.forward_calls, self.backward_calls = calls[: len(forward)], calls[len(forward) :]
         self.constants = dict(constants)
         self.ready = self._ready()
@@ -160,25 +174,19 @@ class StepCalls(_Calls):
             call(environment)
         return {name: environment[value] for name, value in self.step.results.items()}, environment
 
-    def backward(
+    def input_backward(
         self, saved: Values, tangents: Mapping[str, Tensor], place: GradientSink | None = None
     ) -> dict[str, Tensor]:
         """Implements `Runnable`."""
-        return self.weight_backward(self.input_backward(saved, tangents, place), place)
-
-    def input_backward(
-        self, saved: Values, tangents: Mapping[str, Tensor], place: GradientSink | None = None
-    ) -> Values:
-        """Runs the calls before those that only gradients of weights need; returns `saved`, with what they gave."""
         saved.update({self.step.tangents[name]: tangent for name, tangent in tangents.items()})
         for index in range(self.early):
             self.run_backward(index, saved, place)
-        return saved
+        return {name: saved[name] for name in self.step.returned.values()}
 
-    def weight_backward(self, saved: Values, place: GradientSink | None = None) -> dict[str, Tensor]:
-        """Runs the calls after `input_backward`."""
+    def weight_backward(self, saved: Values) -> dict[str, Tensor]:
+        """Implements `Runnable`."""
         for index in range(self.early, len(self.backward_calls)):
-            self.run_backward(index, saved, place)
+            self.run_backward(index, saved, None)
         return {name: saved[name] for name in self.gives}
 
     def run_backward(self, index: int, values: Values, place: GradientSink | None) -> None:

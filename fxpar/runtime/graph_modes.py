@@ -74,6 +74,14 @@ class NoGraphs:
             InputError: names the operation and the reason.
         """
 
+    def stage(self, number: int) -> NoGraphs:
+        """Returns what of the calls of a pipeline's stage is replayed; the same for all programs.
+
+        Args:
+            number: of the stage, counted over all ranks.
+        """
+        return NoGraphs()
+
     def step(self, calls: StepCalls, values: Mapping[str, Any], inputs: MovingInputs, key: Hashable) -> Runnable:
         """Returns what runs forward and backward of a batch.
 

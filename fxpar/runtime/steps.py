@@ -88,19 +88,21 @@ class FinishedForward:
             calls = eager_calls(self.step, whole=whole)
             _, saved = calls.forward(self.sources, self.sizes)
         like = {name: _like(tangent, self.types[name]) for name, tangent in tangents.items()}
-        gradients = calls.backward(saved, like, place)
+        calls.input_backward(saved, like, place)
+        gradients = calls.weight_backward(saved)
         return {fqn: gradients[value] for fqn, value in self.step.gradients.items()} if whole else gradients
 
     def input_backward(self, tangents: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Runs the part of a backward that the gradients of inputs need; returns these by name of the output."""
-        assert isinstance(self.calls, StepCalls)
         like = {name: _like(tangent, self.types[name]) for name, tangent in tangents.items()}
         gradients = self.calls.input_backward(self.saved, like)
         return {name: gradients[value] for name, value in self.step.returned.items()}
 
     def weight_backward(self) -> dict[str, Tensor]:
-        """Runs the rest of the backward; returns what this rank has of the gradients, by name of the value."""
-        assert isinstance(self.calls, StepCalls)
+        """Runs the rest of the backward; returns what this rank has of the gradients, by name of the value.
+
+        The next forward of the stage may overwrite them.
+        """
         saved, self.saved = self.saved, {}
         return self.calls.weight_backward(saved)
 
@@ -212,7 +214,8 @@ class Steps:
         if stage.number not in self.local_stages:
             return None
         more: dict[str, Any] = {"splits": self.splits, "is_stage": True, "peer_memory": self.peer_memory}
-        return Steps(stage.program, self.groups, self.device, self.plan, self.uneven_rows, **more)
+        graphs = self.graphs.stage(stage.number)
+        return Steps(stage.program, self.groups, self.device, self.plan, self.uneven_rows, graphs, **more)
 
     def step(self, names: Sequence[str], trained: Collection[str], outputs: Sequence[str] = ()) -> LoweredStep:
         """Returns the step of some outputs.

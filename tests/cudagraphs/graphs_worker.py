@@ -20,10 +20,18 @@ PLANS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (partial(llama, 128, 2), {"tp": 2, "sequence_parallel": True}),
     "1f1b": (partial(gpt2, 128, 4), {"pp": 2}),
     "gpipe": (partial(gpt2, 128, 4), {"pp": 2, "schedule": "gpipe"}),
-    "interleaved": (partial(llama, 128, 4), {"pp": 2, "virtual_stages": 2}),
+    "interleaved": (partial(llama, 128, 4), {"pp": 2, "virtual_stages": 2, "microbatches": MICROBATCHES}),
     "zb_h1": (partial(gpt2, 128, 4), {"pp": 2, "schedule": "zb_h1", "compile": True}),
     "zbv": (partial(gpt2, 128, 4), {"pp": 2, "virtual_stages": 2, "schedule": "zbv"}),
-    "groups": (partial(gpt2, 128, 4), {"pp": 2, "virtual_stages": 2, "communication": fxpar.Communication("nccl")}),
+    "groups": (
+        partial(gpt2, 128, 4),
+        {
+            "pp": 2,
+            "virtual_stages": 2,
+            "microbatches": MICROBATCHES,
+            "communication": fxpar.Communication("nccl"),
+        },
+    ),
 }
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 import fxpar
 from fxpar.cudagraphs.full import Iteration
-from fxpar.cudagraphs.partial import CachedGraphs, GraphedForward, GraphedStep
+from fxpar.cudagraphs.graph_cache import CachedGraphs
+from fxpar.cudagraphs.partial import GraphedForward, GraphedStep
 from fxpar.runtime.prefetch import Prefetched
 from tests.cudagraphs.graphed import Trained, gpt2, llama, prefetched, train, words
 
@@ -27,10 +28,8 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 100
 BUILDS: dict[str, Any] = {"gpt2": partial(gpt2, 128, 2), "llama": partial(llama, 128, 2)}
-ENGINE = pytest.param(
-    "transformer_engine",
-    marks=pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"),
-)
+HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None
+ENGINE = pytest.param("transformer_engine", marks=pytest.mark.skipif(not HAS_ENGINE, reason="needs Transformer Engine"))
 _known: dict[Any, Trained] = {}
 
 
@@ -58,19 +57,16 @@ def test_a_hundred_steps_are_the_same_to_the_bit(name: str, impl: str) -> None:
     assert found.figures.graphs >= 2
 
 
-_ENGINE_IS_THERE = importlib.util.find_spec("transformer_engine") is not None
-_DENSE = ["partial", "full_iteration", *(["transformer_engine"] if _ENGINE_IS_THERE else [])]
+IMPLS = ["partial", "full_iteration", *(["transformer_engine"] if HAS_ENGINE else [])]
+ON_RANKS = {
+    "replicas": [f"{name}:{impl}" for name in ("gpt2", "llama") for impl in IMPLS],
+    "stages": [f"{name}:partial" for name in ("1f1b", "interleaved", "zb_h1")],
+    "pipelines": [f"{name}:full_iteration" for name in ("1f1b", "gpipe", "interleaved", "zb_h1", "zbv", "groups")],
+}
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(
-    "runs",
-    [
-        [f"{name}:{impl}" for name in ("gpt2", "llama") for impl in _DENSE],
-        [f"{name}:full_iteration" for name in ("1f1b", "gpipe", "interleaved", "zb_h1", "zbv", "groups")],
-    ],
-    ids=["tensor parallel", "pipelines"],
-)
+@pytest.mark.parametrize("runs", ON_RANKS.values(), ids=list(ON_RANKS))
 def test_a_hundred_steps_of_two_ranks_are_the_same_to_the_bit(runs: list[str]) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(

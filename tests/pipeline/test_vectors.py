@@ -119,6 +119,10 @@ def test_graphs_need_as_many_slots_as_section_5_says() -> None:
     proof = verified(interleaved(4, 2, 4, 8))
     assert [sum(slots) for slots in proof.slots] == [12, 12, 10, 6]
     assert proof.slots[0] == (8, 4)
+    for microbatches in (16, 64, 256):
+        assert [sum(slots) for slots in verified(interleaved(4, 2, 4, microbatches)).slots] == [12, 12, 10, 6]
+        plain = build_schedule("1f1b", pp=4, microbatches=microbatches)
+        assert verified(plain).slots == ((4,), (3,), (2,), (1,))
 
 
 def test_weight_parts_are_halves() -> None:

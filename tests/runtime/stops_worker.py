@@ -25,7 +25,7 @@ from tests.peer_memory.runtime.copies_worker import COSTS
 ODD = 1
 METHODS = [
     (kind, name, getattr(kind, name))
-    for kind, name in ((FinishedForward, "backward"), (Iteration, "__call__"), (GraphedStep, "backward"))
+    for kind, name in ((FinishedForward, "backward"), (Iteration, "__call__"), (GraphedStep, "input_backward"))
 ]
 
 

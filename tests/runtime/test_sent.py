@@ -32,7 +32,8 @@ class Pair(SymmetricBuffer):
     def _create(self, size: int) -> Sequence[Tensor]:
         return [torch.full((size,), 0x3F, dtype=torch.uint8) for _ in range(self.size)]
 
-    def beside(self, buffer: int, sent: Tensor) -> AbstractContextManager[None]:
+    def beside(self, buffer: int, sent: Tensor | Sequence[Tensor]) -> AbstractContextManager[None]:
+        assert isinstance(sent, Tensor)
         self._sends[buffer] = sent, sent.clone()
         return contextlib.nullcontext()
 
@@ -42,7 +43,7 @@ class Pair(SymmetricBuffer):
     def signal(self, rank: int, buffer: int, stage: int) -> None:
         """Nobody waits."""
 
-    def wait(self, buffer: int, stage: int) -> None:
+    def wait(self, buffer: int, stage: int, senders: Sequence[int] = ()) -> None:
         """It is there."""
 
 

@@ -1,0 +1,142 @@
+"""Trainings through a pipeline, with graphs of its stages and without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fxpar
+from fxpar.cudagraphs import graph_cache
+from fxpar.cudagraphs.pool import StandInPool, Tape
+from fxpar.errors import InputError
+from fxpar.pipeline.compiler.builtin_schedules import schedule_of
+from tests.cudagraphs.graphed import VOCABULARY, Trained, train
+
+SIZE = 7
+
+
+class Deep(nn.Module):
+    """Words, layers with dropout, and a head: what may be cut between any two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(VOCABULARY, SIZE), nn.Linear(SIZE, VOCABULARY)
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(5))
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = x + self.drop(torch.tanh(layer(x)))
+        return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
+
+
+class Reading(Deep):
+    """Reads a value on the host in its first layer, which no graph holds."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.words(input_ids)
+        for i, layer in enumerate(self.layers):
+            y = self.drop(torch.tanh(layer(x)))
+            x = x + (y / y.detach().abs().max().item() if i == 0 else y)
+        return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
+
+
+def microbatches(counts: Sequence[int], lengths: tuple[int, ...] = (5,)) -> list[Any]:
+    """Steps of so many microbatches of three rows, of these lengths in turn."""
+    generator = torch.Generator().manual_seed(1)
+    steps = []
+    for count in counts:
+        ids = [torch.randint(0, VOCABULARY, (3, lengths[i % len(lengths)]), generator=generator) for i in range(count)]
+        steps.append([{"input_ids": part, "labels": part} for part in ids])
+    return steps
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A training with graphs beside the one without.
+
+    Attributes:
+        is_equal: whether losses and weights are, to the bit.
+        graphs: of the rank after each step, then at the end.
+        slots: of the rank's stages, by the schedule of each step.
+        variants: at the end.
+    """
+
+    is_equal: bool
+    graphs: list[int]
+    slots: list[int]
+    variants: int
+
+
+def compare(
+    counts: Sequence[int],
+    plan: dict[str, Any],
+    lengths: tuple[int, ...] = (5,),
+    build: type[nn.Module] = Deep,
+    alike: bool = False,
+    **more: Any,
+) -> Compared:
+    """Trains on each rank.
+
+    Args:
+        counts: of microbatches, of each step.
+        lengths: of microbatches, in turn.
+        build: makes the model.
+        alike: puts the memory of all slots into one pool, as a wrong allocation would.
+        more: options of `train`.
+    """
+    graphs: list[int] = []
+
+    def count(model: fxpar.ParallelModule, step: int) -> None:
+        if model.graph_figures is not None and step:
+            graphs.append(model.graph_figures.graphs)
+
+    def trained(impl: str) -> Trained:
+        options = {"evaluate": 0, **plan, **more}
+        return train(build, microbatches(counts, lengths), impl, touch=count, **options)
+
+    plain = trained("none")
+    assert len(set(plain.losses)) == len(plain.losses)  # masks differ from step to step
+    with pytest.MonkeyPatch.context() as patch:
+        if alike:
+            patch.setattr(graph_cache, "new_pool", partial(_SharedMemory, []))
+        graphed = trained("partial")
+    place = fxpar.Plan(**plan).mesh.coordinates(dist.get_rank())["pp"]
+    proofs = [schedule_of(fxpar.Plan(**plan), count) for count in counts]
+    slots = [sum(proof.slots[place]) for proof in proofs]
+    return Compared(plain == graphed, [*graphs, graphed.figures.graphs], slots, graphed.figures.variants)
+
+
+class _SharedMemory(StandInPool):
+    """A pool with the memory of others, which knows of its own flight alone."""
+
+    def __init__(self, tapes: list[Tape], device: torch.device) -> None:
+        super().__init__()
+        self.tapes = tapes
+
+
+def refused(count: int) -> tuple[str, bool]:
+    """What is said of a second set of shapes where one is admitted; whether all other steps are as without graphs."""
+    losses: list[list[float]] = []
+    text = ""
+    for graphs in (fxpar.CudaGraphs(), fxpar.CudaGraphs("partial", variants=1)):
+        torch.manual_seed(0)
+        steps = microbatches([count] * 4)
+        model = fxpar.parallelize(Deep().train(), fxpar.Plan(pp=2, cuda_graphs=graphs), steps[0][0])
+        losses.append([])
+        for batch in steps:
+            losses[-1].append(float(model.train_step(batch)))
+            if graphs.is_on:
+                with pytest.raises(InputError) as caught:
+                    model.train_step([*batch[:-1], {name: value[:, :3] for name, value in batch[-1].items()}])
+                text = caught.value.reason
+        model.close()
+    return text, losses[0] == losses[1]
