@@ -71,6 +71,7 @@ class Alarm:
         call: the one that is under way, since when; none by default.
         queued: the last one that left work to a device, since when: who asks for a result waits for that, in no call.
         first: the error that stands on all ranks, once one is known here.
+        is_retired: whether this rank has done with the module.
     """
 
     module: int = 0
@@ -79,6 +80,7 @@ class Alarm:
     call: tuple[str, float] | None = None
     queued: tuple[str, float] | None = None
     first: RankError | None = None
+    is_retired: bool = False
     _sockets: set[_Socket] = field(default_factory=set)
     _refusals: list[Callable[[RankError], None]] = field(default_factory=list)
     _stops: list[Callable[[RankError], None]] = field(default_factory=list)
@@ -318,7 +320,7 @@ class _Lookout:
     def _alive(self) -> tuple[list[Alarm], Store | None]:
         """Returns the modules, and the store; none where the process group was left, which the others are told."""
         with self._lock:
-            alarms = list(self._alarms)
+            alarms = [alarm for alarm in self._alarms if not alarm.is_retired]
             if self._group is None or self._group() is None or self._group() is not dist.group.WORLD:
                 store, self._group, self._store = self._store, None, None
                 self._done += [(alarm.module, alarm.rank) for alarm in alarms]
@@ -371,6 +373,14 @@ def alarm_of(module: int, rank: int, size: int) -> Alarm:
         _LOOKOUT.watch(alarm)
         weakref.finalize(alarm, _LOOKOUT.forget, module, rank, _LOOKOUT._group).atexit = False
     return alarm
+
+
+def retire(alarm: Alarm) -> None:
+    """Stops listening for a module that this rank has done with, and has the others told; takes no time."""
+    # Something of the module may outlive it, a parameter say, and with it the alarm. The connections of its groups are
+    # closed by then, for which it would call the roll again and again, until a rank that is busy answers late.
+    alarm.is_retired = True
+    _LOOKOUT.forget(alarm.module, alarm.rank, _LOOKOUT._group)
 
 
 def wait_for(alarm: Alarm, store: Store, seconds: float) -> bool:

@@ -7,6 +7,7 @@ is a subclass.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from fxpar.ir.program import Program
 from fxpar.manager import Pass
 from fxpar.plan.plan import Plan
 from fxpar.runtime import batch as calls
+from fxpar.runtime.alarm import retire
 from fxpar.runtime.graph_modes import GraphFigures, graphs_of
 from fxpar.runtime.local_model import LocalModel, LocalWeights
 from fxpar.runtime.outputs import returned
@@ -67,6 +69,7 @@ class RankModule(LocalModel):
             plan, world, runner=self._runner, batches=self._batches, random=random, graphs=self._graphs
         )
         self._flags = StepFlags()
+        weakref.finalize(self, retire, world.agreement.alarm).atexit = False
         self._seal(settings)
 
     # ------------------------------------------------------------------ calls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import fxpar
 from fxpar.errors import FxparError
+from fxpar.runtime.alarm import _LOOKOUT
 from fxpar.runtime.steps import FinishedForward
 from tests.pipeline.runtime.pipeline_jobs import parts
 from tests.runtime import models
@@ -160,3 +162,14 @@ def late(options: dict[str, Any], alone: bool) -> Found:
     FinishedForward.backward = plain  # type: ignore[method-assign]
     found["behind"] = attempt(lambda: model.train_step(batch))
     return found
+
+
+def dropped() -> list[int]:
+    """The modules that the process listens for, after one is dropped of which a parameter is left; counted anew."""
+    model = made({"dp": 2, "check_inputs": True})
+    parameter = next(model.parameters())
+    first = model.world.agreement.module
+    del model
+    gc.collect()
+    assert parameter.requires_grad
+    return [alarm.module - first for alarm in _LOOKOUT._alive()[0] if alarm.module >= first]

@@ -82,3 +82,7 @@ def test_an_optimizer_that_fails_on_one_rank_is_no_silent_step(world2: World, tm
     for found in (first, odd):
         assert found["first"][1] < LIMIT
         assert {text for text, _ in found["behind"].values()} == {first["first"][0]}
+
+
+def test_nobody_listens_for_a_module_that_is_dropped(world2: World) -> None:
+    assert world2.run(stopped.dropped) == [[], []]
