@@ -148,10 +148,11 @@ class Training:
         with self._random.of_accepted():
             outcome = self._graphs.train(calls, run, options, self._random, self._buffers, self._waiting)
         if self._graphs.holds_steps:
-            if options.optimizer is None:
-                self._buffers.attach(leaves, outcome.names)
-            elif self._runner.copies is not None:
-                self._runner.copies.expire()  # no optimizer has said in Python that parameters have changed
+            self._buffers.attach(leaves, outcome.names)
+            if options.optimizer is not None:
+                options.optimizer.zero_grad(set_to_none=True)  # a replay has run no Python
+                if self._runner.copies is not None:
+                    self._runner.copies.expire()  # no optimizer has said in Python that parameters have changed
         if options.optimizer is None and (not self._graphs.holds_steps or self._buffers.is_hooked):
             call_hooks(leaves, outcome.names)
         self.load = outcome.load
