@@ -284,6 +284,7 @@ def test_transformer_engine_is_for_gpus() -> None:
     [
         pytest.param("gpt2", {"tp": 2}, "partial", 2, marks=pytest.mark.matrix),
         ("bag", {"tp": 2, "sequence_parallel": True}, "full_iteration", 2),
+        ("bag", {"tp": 2, "inside": True}, "full_iteration", 1),
         pytest.param("llama", {"tp": 2, "sequence_parallel": True}, "full_iteration", 2, marks=pytest.mark.matrix),
         pytest.param("gpt2", {"dp": 2}, "full_iteration", 1, marks=pytest.mark.matrix),
         pytest.param("llama", {"dp": 2, "precision": "bf16"}, "partial", 2, marks=pytest.mark.matrix),
