@@ -6,7 +6,8 @@ buffer is overwritten, else added to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
@@ -213,6 +214,25 @@ class Buffers:
         for pairs, function in ((fresh, torch._foreach_copy_), (more, torch._foreach_add_)):
             if pairs:
                 function([buffer for buffer, _ in pairs], [gradient for _, gradient in pairs])
+
+    @contextmanager
+    def put_back(self, leaves: Mapping[str, Tensor], has_overflowed: Tensor | None) -> Iterator[None]:
+        """Leaves gradients that were there before as they are if the surrounded step overflows.
+
+        Args:
+            leaves: as of `state`.
+            has_overflowed: a bool scalar on the device; None where nothing can overflow.
+        """
+        if has_overflowed is None:
+            yield
+            return
+        # What lies apart has no fixed address, and is added to after the graph.
+        inside = [leaf for name, leaf in leaves.items() if self._inside or not self._is_apart(name, leaf)]
+        added = [leaf.grad for leaf in inside if leaf.grad is not None]
+        before = [gradient.clone() for gradient in added]
+        yield
+        for gradient, value in zip(added, before, strict=True):
+            gradient.copy_(value.where(has_overflowed, gradient))
 
     @torch.no_grad()
     def attach(self, leaves: Mapping[str, Tensor], names: Iterable[str]) -> None:
