@@ -169,13 +169,13 @@ MODELS = {
 
 def compared(
     model: str, count: int, overflowing: Collection[int], micro: int, options: dict[str, Any]
-) -> tuple[bool, str, int]:
-    """On each rank: whether a training with graphs is the one without, what was repeated, and how many graphs."""
+) -> tuple[bool, tuple[str, int], int]:
+    """On each rank: whether a training with graphs is the one without, its notes, and how many graphs there are."""
     build, batches = MODELS[model]
     plain, graphed = (
         train(build, batches(count, overflowing, micro), impl, **options) for impl in ("none", "full_iteration")
     )
-    return plain == graphed, graphed.notes[0], graphed.graphs
+    return plain == graphed, graphed.notes, graphed.graphs
 
 
 def refused(optimizer: str) -> tuple[str, str, str, str]:

@@ -30,8 +30,9 @@ EXACT = {"experts": fxpar.Experts()}
 def test_a_training_whose_rows_are_too_many_is_the_same_to_the_bit(
     world2: World, model: str, steps: int, overflows: tuple[int, ...], micro: int, options: dict[str, Any]
 ) -> None:
-    for is_equal, note, graphs in world2.run(overflowing.compared, model, steps, overflows, micro, options):
+    for is_equal, (note, number), graphs in world2.run(overflowing.compared, model, steps, overflows, micro, options):
         assert is_equal
+        assert number == steps + 1  # what is repeated draws the same bits
         assert note.startswith(f"Of {steps + 1} steps {len(overflows)} were repeated")
         assert graphs == (2 if "every" in options else 1)
 
