@@ -43,6 +43,7 @@ class Biased(Routed):
         with torch.no_grad():
             self.words.weight[0] = 1.0
             self.router.weight[:2] += 2.0
+        self.preferred: Tensor
         self.rows: Tensor
         self.numbers: Tensor
         self.register_buffer("rows", torch.zeros(self.experts, dtype=torch.int64))
