@@ -6,7 +6,7 @@ Dynamo or Inductor it imports itself: these take seconds to load.
 
 from __future__ import annotations
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store, Work
 from torch._C._distributed_c10d import _resolve_process_group as resolve_process_group
 from torch._C._dynamo.guards import TensorGuards
 from torch._decomp import decomposition_table, get_decompositions
@@ -45,6 +45,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
+    "Work",
     "custom_function_call",
     "decomposition_table",
     "disable_current_modes",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from fxpar.cudagraphs.transformer_engine import EngineGraphs
 from fxpar.errors import InputError
 from fxpar.runtime.bound_batch import BoundBatch
 from fxpar.runtime.calls import LoweredStep
+from fxpar.runtime.expert_loads import Overflow
 from fxpar.runtime.grad_buffers import Buffers, Waiting
 from fxpar.runtime.graph_modes import Run, RunEvaluation
 from fxpar.runtime.microbatches import StepOptions, StepResult
@@ -100,20 +102,21 @@ class FullIterationGraphs(CachedGraphs):
             # ranks alone would leave the others waiting in its collectives.
             key += (id(batch.ready), batch.rows, batch.loss, batch.addresses)
             key += key_of(batch.others, names)
-        draws = any(batch.compiled.random_inputs for batch in batches) or len(batches) > 1
-        iteration = self.variant(key, lambda pool: Iteration(pool, random, StepResult.copied, draws), None)
+        iteration = self.variant(key, lambda pool: Iteration(pool, random, StepResult.copied), None)
         self.enter()
         if iteration is None:
             return run(batches, random.draw)
-        step: StepResult = iteration(batches, moving, run)
+        step: StepResult = iteration(batches, moving, partial(run, is_recorded=True))
+        # The host waits for the device here: no step may follow one that is to be repeated.
+        if step.has_overflowed is not None and step.has_overflowed.item():
+            raise Overflow
         return step
 
     def evaluate(self, batch: BoundBatch, run: RunEvaluation, random: RandomState, key: Hashable) -> dict[str, Tensor]:
         """Implements `NoGraphs.evaluate`."""
         names = batch.ready.moving(batch.others, batch.others)
         key = ("evaluation", key, id(batch.ready), batch.rows, batch.addresses, *key_of(batch.others, names))
-        draws = bool(batch.compiled.random_inputs)
-        iteration = self.variant(key, lambda pool: Iteration(pool, random, _copies, draws), None)
+        iteration = self.variant(key, lambda pool: Iteration(pool, random, _copies), None)
         self.enter()
         if iteration is None:
             return run(batch, random.draw)
@@ -141,12 +144,11 @@ class Iteration(Generic[Result]):
         pool: in which it is recorded.
         random: whose steps it counts.
         copied: makes the caller's own of what is recorded.
-        draws: whether it counts a step.
     """
 
-    def __init__(self, pool: Pool, random: RandomState, copied: Callable[[Result], Result], draws: bool) -> None:
+    def __init__(self, pool: Pool, random: RandomState, copied: Callable[[Result], Result]) -> None:
         self._pool, self._random = pool, random
-        self._copied, self._draws = copied, draws
+        self._copied, self._draws = copied, False
         self._static: list[Static] = []
         self._recording: Recording | None = None
         self._result: Result | None = None
@@ -204,7 +206,12 @@ class Iteration(Generic[Result]):
             # while the next replay finds it counted up.
             state = self._state.clone()
             self._state.add_(self._one)
-            return run(static_calls, lambda: state)
+
+            def drawn() -> Tensor:
+                self._draws = True  # a replay counts a step where what is recorded does
+                return state
+
+            return run(static_calls, drawn)
 
         self._recording, self._result = self._pool.record(work)
 

@@ -22,7 +22,7 @@ from fxpar.ops.small_operators import Destination, destinations, into
 from fxpar.runtime.calls import Boxed
 from fxpar.runtime.graph_modes import recorder
 from fxpar.runtime.prefetch import poison, storage_bytes
-from fxpar.torch_internals import disable_current_modes
+from fxpar.torch_internals import Work, disable_current_modes
 
 Result = TypeVar("Result")
 
@@ -196,9 +196,13 @@ class Tape:
         fresh = {i: tensor for i, tensor in enumerate(results) if _number(tensor) not in there}
         args, kwargs = pytree.tree_map_only(Tensor, self._own, (args, kwargs))
         self.writes.update({_number(tensor): tensor for tensor in fresh.values()})
+        is_collective = getattr(function, "namespace", "") == "c10d"
 
         def again() -> None:
-            leaves = [leaf for leaf in pytree.tree_leaves(function(*args, **kwargs)) if isinstance(leaf, Tensor)]
+            everything = pytree.tree_leaves(function(*args, **kwargs))
+            if is_collective:  # in place: the caller's wait is no operator, so it is on no tape
+                Work.unbox(everything.pop()).wait()
+            leaves = [leaf for leaf in everything if isinstance(leaf, Tensor)]
             for i, static in fresh.items():
                 # A functional collective may still be under way when it returns. Reading its
                 # result through copy_ without the wait would read memory that gloo has yet to

@@ -270,10 +270,10 @@ class Plan:
                     "experts.recv_capacity_factor repeats steps, and those of a pipeline are not repeated yet: leave "
                     "it out, or pp=1"
                 )
-            if graphs.impl not in ("none", "partial"):
+            if graphs.impl == "transformer_engine":
                 yield (
-                    f"experts.recv_capacity_factor is read on the host in each step, which CudaGraphs({graphs.impl!r}) "
-                    "cannot: leave it out, or give CudaGraphs('partial')"
+                    "experts.recv_capacity_factor repeats steps, which CudaGraphs('transformer_engine') cannot: leave "
+                    "it out, or give CudaGraphs('full_iteration') or CudaGraphs('partial')"
                 )
         if dispatch != "static" and self.ep == 1:
             yield f"experts.dispatch={shown(dispatch)} is of experts on several ranks, and ep=1: give ep of at least 2"

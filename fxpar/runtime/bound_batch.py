@@ -167,13 +167,17 @@ class Written:
                 self._values[name] = part.clone().view(value.dtype).view(value.shape)
 
     @torch.no_grad()
-    def commit(self, tensors: Mapping[str, Tensor]) -> None:
+    def commit(self, tensors: Mapping[str, Tensor], has_overflowed: Tensor | None = None) -> None:
         """Changes the buffers.
 
         Args:
             tensors: of the module, by name.
+            has_overflowed: a bool scalar on the device; where it is true, the buffers stay as they are.
         """
-        write({leaf_of(tensors[name]): value for name, value in self._values.items()})
+        new = {leaf_of(tensors[name]): value for name, value in self._values.items()}
+        if has_overflowed is not None:
+            new = {tensor: tensor.where(has_overflowed, value) for tensor, value in new.items()}
+        write(new)
         self.clear()
 
 

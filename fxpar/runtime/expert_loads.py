@@ -92,7 +92,7 @@ Finished = Callable[[dict[str, Tensor], Hashable, Finish], Mapping[str, Tensor]]
 
 
 class Overflow(Exception):
-    """Rows had no place: what was computed of them is not to be used."""
+    """Rows had no place: what was computed of them is not to be used, and the step has changed nothing."""
 
 
 class Budget:
@@ -116,14 +116,24 @@ class Budget:
         """
 
         def check(local_gradients: dict[str, Tensor], signature: Hashable, finish: Finish) -> Mapping[str, Tensor]:
-            self.steps += 1
-            excess = [value.flatten() for part in rows for name, value in part.items() if is_excess(name)]
-            if excess and max_over(torch.cat(excess).amax(), self._group).item() > 0:
-                self.repeated += 1
+            has_overflowed = self.has_overflowed(rows)
+            if has_overflowed is not None and has_overflowed.item():
                 raise Overflow
             return finished(local_gradients, signature, finish)
 
         return check
+
+    def has_overflowed(self, rows: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
+        """Returns whether rows had no place on any rank, a bool scalar on the device. A collective call.
+
+        Args:
+            rows: as for `checked`.
+
+        Returns:
+            None if there are places for all rows that may come.
+        """
+        excess = [value.flatten() for part in rows for name, value in part.items() if is_excess(name)]
+        return max_over(torch.cat(excess).amax(), self._group) > 0 if excess else None
 
     def __str__(self) -> str:
         return (

@@ -6,7 +6,8 @@ buffer is overwritten, else added to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
@@ -92,7 +93,7 @@ class Buffers:
         self._looked_at: Mapping[str, Tensor] = {}
         # At the last look: whether none was there, or all were in their buffers.
         self._is_fresh, self._added = False, _nothing_added()
-        self._is_added = False
+        self._is_added = self._inside = False
         self._remade = 0  # how often buffers were made anew: graphs know the old ones
         # What `attach` was given last, and the tensors of it with their buffers.
         self._attached: tuple[Any, Any, list[tuple[Tensor, Tensor]]] = ((), (), [])
@@ -142,7 +143,7 @@ class Buffers:
             leaves: another mapping where a parameter is exchanged or lies elsewhere.
             inside: all is added in the graph.
         """
-        every = leaves.values()
+        every, self._inside = leaves.values(), inside
         self.is_hooked = any(map(_HOOKS, every)) or any(map(_HOOKS_BEHIND, every))
         gradients = list(map(_GRADIENT, every))
         self._is_fresh = not self.is_hooked and all(map(is_, gradients, repeat(None)))
@@ -214,9 +215,31 @@ class Buffers:
             if pairs:
                 function([buffer for buffer, _ in pairs], [gradient for _, gradient in pairs])
 
+    @contextmanager
+    def put_back(self, leaves: Mapping[str, Tensor], has_overflowed: Tensor | None) -> Iterator[None]:
+        """Leaves gradients that were there before as they are if the surrounded step overflows.
+
+        Args:
+            leaves: as of `state`.
+            has_overflowed: a bool scalar on the device; None where nothing can overflow.
+        """
+        if has_overflowed is None:
+            yield
+            return
+        # What lies apart has no fixed address, and is added to after the graph.
+        inside = [leaf for name, leaf in leaves.items() if self._inside or not self._is_apart(name, leaf)]
+        added = [leaf.grad for leaf in inside if leaf.grad is not None]
+        before = [gradient.clone() for gradient in added]
+        yield
+        for gradient, value in zip(added, before, strict=True):
+            gradient.copy_(value.where(has_overflowed, gradient))
+
     @torch.no_grad()
     def attach(self, leaves: Mapping[str, Tensor], names: Iterable[str]) -> None:
-        """Gives leaves that have no gradients their buffers, in which they are, and adds what is added afterwards."""
+        """Gives leaves that have no gradients their buffers, in which they are, and adds what is added afterwards.
+
+        An optimizer in the graph has used the gradients, which are freed after this.
+        """
         if self._is_added:
             return
         if self._is_fresh:
@@ -230,7 +253,7 @@ class Buffers:
             leaf = leaves[name]
             if leaf.grad is None:
                 leaf.grad = self._buffers[name]  # that `state` has looked at
-            elif self._is_apart(name, leaf):
+            elif not self._inside and self._is_apart(name, leaf):
                 more.append((leaf.grad, self._buffer(name, leaf)))
         if more:
             torch._foreach_add_([grad for grad, _ in more], [buffer for _, buffer in more])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,12 +22,23 @@ from fxpar.runtime.random_state import RandomState
 
 # Gives the names of the values whose addresses change from call to call; only a mode that replays the call asks.
 MovingInputs = Callable[[], Collection[str]]
-# Runs a step with its microbatches and what gives its random state.
-Run = Callable[[Sequence[Any], Callable[[], Tensor]], StepResult]
 # Runs a forward alone through the stages of a pipeline, with its batch and what gives its random state.
 RunEvaluation = Callable[[Any, Callable[[], Tensor]], dict[str, Tensor]]
 # Runs a forward alone, of values by name and sizes by symbol, and gives its outputs by name.
 RunForward = Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, Tensor]]
+
+
+class Run(Protocol):
+    """Runs a step."""
+
+    def __call__(self, batches: Sequence[Any], state: Callable[[], Tensor], *, is_recorded: bool = False) -> StepResult:
+        """Runs the step.
+
+        Args:
+            batches: its microbatches.
+            state: gives its random state.
+            is_recorded: whether a graph records it, so that nothing may be read on the host.
+        """
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,8 @@ class StepResult:
         norm: of all gradients before they were clipped; None where they were not.
         is_finite: with an optimizer, whether loss and norm are, a bool scalar on the device.
         load: of routed rows by rank; None where no rank holds other modules than another.
+        has_overflowed: of a recorded step, whether rows of experts had no place, a bool scalar on the device: it has
+            changed nothing then. None where all rows have places.
     """
 
     loss: Tensor
@@ -103,12 +105,14 @@ class StepResult:
     norm: Tensor | None = None
     is_finite: Tensor | None = None
     load: Loads | None = None
+    has_overflowed: Tensor | None = None
 
     def copied(self) -> StepResult:
         """Returns it with copies of its tensors."""
-        norm, is_finite = (None if tensor is None else tensor.clone() for tensor in (self.norm, self.is_finite))
+        scalars = (self.norm, self.is_finite, self.has_overflowed)
+        norm, is_finite, has_overflowed = (None if tensor is None else tensor.clone() for tensor in scalars)
         load = None if self.load is None else replace(self.load, counts=self.load.counts.clone())
-        return StepResult(self.loss.clone(), self.names, norm, is_finite, load)
+        return StepResult(self.loss.clone(), self.names, norm, is_finite, load, has_overflowed)
 
 
 def weight(counted: Tensor | None, microbatch: Microbatch) -> Tensor | float:

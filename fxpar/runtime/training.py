@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from fxpar.errors import InputError, shown
 from fxpar.plan.plan import Plan
 from fxpar.runtime.bound_batch import BoundBatch, Written
-from fxpar.runtime.expert_loads import Budget, Loads, Overflow, gathered
+from fxpar.runtime.expert_loads import Budget, Finished, Loads, Overflow, gathered
 from fxpar.runtime.grad_buffers import call_hooks
-from fxpar.runtime.graph_modes import NoGraphs
+from fxpar.runtime.graph_modes import NoGraphs, Run
 from fxpar.runtime.microbatches import Microbatch, MicrobatchResult, StepOptions, StepResult, run_microbatches
 from fxpar.runtime.parameters import check_scaler
 from fxpar.runtime.random_state import RandomState
@@ -139,19 +139,31 @@ class Training:
             if options.optimizer not in self._rates:
                 self._rates[options.optimizer] = Rates(options.optimizer, self._random.device)
             self._rates[options.optimizer].refresh()
+        if self.budget is not None and self._graphs.holds_steps and isinstance(options.optimizer, Optimizer):
+            check_skips(options.optimizer)
         whole = len(parts) == 1 and count > 1
         calls = self._batches.bind_rows(parts[0], count) if whole else [self._batches.bind(part) for part in parts]
         calls = self._runner.all_prepared(calls)
         parameters, leaves = self._tensors.parameters, self._tensors.leaves
         run = partial(self._run, parameters=parameters, options=options)
+        number, gradients = self._random.step, [(leaf, leaf.grad) for leaf in leaves.values()] if self.budget else []
         # A call that the graphs refuse must draw nothing, or all later steps have other masks than without graphs.
         with self._random.of_accepted():
-            outcome = self._graphs.train(calls, run, options, self._random, self._buffers, self._waiting)
+            try:
+                outcome = self._graphs.train(calls, run, options, self._random, self._buffers, self._waiting)
+            except Overflow:
+                self._random.step = number  # the step draws the same bits again
+                for leaf, gradient in gradients:
+                    leaf.grad = gradient
+                outcome = self._repeated(calls, run)
+        if self.budget is not None:
+            self.budget.steps += 1
         if self._graphs.holds_steps:
-            if options.optimizer is None:
-                self._buffers.attach(leaves, outcome.names)
-            elif self._runner.copies is not None:
-                self._runner.copies.expire()  # no optimizer has said in Python that parameters have changed
+            self._buffers.attach(leaves, outcome.names)
+            if options.optimizer is not None:
+                options.optimizer.zero_grad(set_to_none=True)  # a replay has run no Python
+                if self._runner.copies is not None:
+                    self._runner.copies.expire()  # no optimizer has said in Python that parameters have changed
         if options.optimizer is None and (not self._graphs.holds_steps or self._buffers.is_hooked):
             call_hooks(leaves, outcome.names)
         self.load = outcome.load
@@ -161,14 +173,27 @@ class Training:
             loss = loss if call.are_equal is None else loss.where(call.are_equal, torch.nan)
         return replace(outcome, loss=loss)
 
+    def _repeated(self, calls: Sequence[BoundBatch], run: Run) -> StepResult:
+        """Runs a step that has overflowed with as many places as rows may need."""
+        assert self.budget is not None
+        self.budget.repeated += 1
+        return run(self._runner.all_prepared(self._batches.with_all_places(calls)), self._random.draw)
+
     def _run(
         self,
         calls: Sequence[BoundBatch],
         state: Callable[[], Tensor],
+        *,
+        is_recorded: bool = False,
         parameters: Mapping[str, Tensor],
         options: StepOptions,
     ) -> StepResult:
-        """Runs what a step does on the device alone."""
+        """Runs what a step does on the device alone.
+
+        Raises:
+            Overflow: rows had no place, in a step that no graph records.
+        """
+        has_overflowed = None
         rows: list[Mapping[str, Tensor]] = []
         new = Written()
         if self._pipeline is not None:
@@ -179,16 +204,19 @@ class Training:
             new.add(left.outputs)
             loss, gradients = left.loss, self._waiting.finished(left.unfinished, left.signature, left.finish)
         else:
-            loss, gradients = self._microbatches(calls, state(), rows, options, new)
+            loss, gradients = self._microbatches(calls, state(), rows, options, new, is_recorded)
+            if is_recorded and self.budget is not None:
+                has_overflowed = self.budget.has_overflowed(rows)
         # After the last backward: it may still read the old values of the buffers that the forward has updated.
-        new.commit(self._tensors.all)
-        self._buffers.add(parameters, gradients, self._graphs.holds_steps and options.optimizer is None)
-        names = tuple(gradients)
-        if options.optimizer is None:
-            return StepResult(loss, names, load=gathered(rows, self._world, self._plan))
-        call_hooks(self._tensors.leaves, names)
-        outcome = StepResult(loss, names, load=gathered(rows, self._world, self._plan))
-        return self._stepped(outcome, parameters, options)
+        new.commit(self._tensors.all, has_overflowed)
+        load = gathered(rows, self._world, self._plan)
+        outcome = StepResult(loss, tuple(gradients), load=load, has_overflowed=has_overflowed)
+        with self._buffers.put_back(calls[0].leaves, has_overflowed):
+            self._buffers.add(parameters, gradients, self._graphs.holds_steps and options.optimizer is None)
+            if options.optimizer is None:
+                return outcome
+            call_hooks(self._tensors.leaves, outcome.names)
+            return self._stepped(outcome, parameters, options)
 
     def _microbatches(
         self,
@@ -197,6 +225,7 @@ class Training:
         rows: list[Mapping[str, Tensor]],
         options: StepOptions,
         new: Written,
+        is_recorded: bool,
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Returns loss and gradients of several; with a budget of one too: they are in no buffer yet."""
 
@@ -206,16 +235,10 @@ class Training:
             new.add(left.outputs)
             return left
 
-        finished, adds = self._waiting.finished, calls[0].adds
-        if self.budget is None:
-            return run_microbatches(calls, drawn, run, finished, adds)
-        try:
-            return run_microbatches(calls, drawn, run, self.budget.checked(rows, finished), adds)
-        except Overflow:
-            rows.clear()
-            new.clear()
-        calls = self._runner.all_prepared(self._batches.with_all_places(calls))
-        return run_microbatches(calls, drawn, run, finished, adds)
+        finished: Finished = self._waiting.finished
+        if self.budget is not None and not is_recorded:
+            finished = self.budget.checked(rows, finished)
+        return run_microbatches(calls, drawn, run, finished, calls[0].adds)
 
     def _stepped(self, outcome: StepResult, parameters: Mapping[str, Tensor], options: StepOptions) -> StepResult:
         """Clips, steps and frees the gradients."""
@@ -229,7 +252,7 @@ class Training:
             norm = local_of(self.clip(options.max_norm))
         is_finite = outcome.loss.isfinite() if norm is None else outcome.loss.isfinite() & norm.isfinite()
         rates = self._rates.get(optimizer)
-        with nullcontext() if rates is None else rates.in_place():
+        with nullcontext() if rates is None else rates.in_place(), skipping(optimizer, outcome.has_overflowed):
             if scaler is None:
                 optimizer.step()
             else:
@@ -249,6 +272,40 @@ RATE = "lr"
 def takes_tensors(optimizer: Optimizer) -> bool:
     """Returns whether learning rates may be tensors, and nothing is asked of the device."""
     return all(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+
+
+def check_skips(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that makes its step in a graph in which rows have had no place.
+
+    Raises:
+        InputError: it is not fused.
+    """
+    # torch sets the attribute where it makes fused kernels, which read `found_inf`: others fail or ignore it.
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if not (fused and all(group.get("fused") for group in optimizer.param_groups)):
+        raise InputError(
+            "cannot skip a step on the device, which recv_capacity_factor needs where more rows come than expected",
+            where=type(optimizer).__name__,
+            remedy="pass no optimizer and step it after train_step, or make it with fused=True where it takes that",
+        )
+
+
+@contextmanager
+def skipping(optimizer: Optimizer, is_skipped: Tensor | None) -> Iterator[None]:
+    """Makes a fused optimizer change nothing in its step, not the count of steps either, where a scalar is true.
+
+    Args:
+        is_skipped: a bool on the device; None if the step is never skipped.
+    """
+    if is_skipped is None:
+        yield
+        return
+    # Fused kernels read it on the device, and a GradScaler skips steps by it.
+    optimizer.found_inf = is_skipped.float()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 class Rates:

@@ -148,7 +148,7 @@ def train(
         plain: differentiates the loss of plain calls.
         every: steps of which gradients are added up.
         evaluate: calls in evaluation mode at the end.
-        inside: passes the optimizer to `train_step`.
+        inside: passes the optimizer to `train_step`, in the last of `every` steps.
         touch: is called before each step.
         feed: gives the batches to the steps.
     """
@@ -167,7 +167,7 @@ def train(
     for i, batch in enumerate(batches if feed is None else feed(batches, model)):
         if touch is not None:
             touch(model, i)
-        if inside:
+        if inside and (i + 1) % every == 0:
             losses.append(model.train_step(batch, optimizer=optimizer, max_norm=1.0))
         elif plain:
             loss = model(**batch)["loss"]

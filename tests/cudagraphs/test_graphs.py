@@ -81,6 +81,30 @@ def test_the_optimizer_may_step_inside_and_follows_its_schedule(impl: str) -> No
     assert inside == as_it_is(Bag, 6, inside=True)
 
 
+def test_gradients_that_an_optimizer_inside_has_used_are_freed() -> None:
+    options: dict[str, Any] = {"inside": True, "every": 2, "evaluate": 0}
+    graphed = train(Bag, words(10), "full_iteration", **options)
+    assert graphed == as_it_is(Bag, 10, **options)
+    assert graphed.figures.graphs == 2
+
+
+def test_gradients_that_an_optimizer_inside_does_not_use_stay() -> None:
+    seen: list[list[Tensor | None]] = []
+    for impl in ("none", "full_iteration"):
+        torch.manual_seed(0)
+        model = fxpar.parallelize(Bag().train(), fxpar.Plan(cuda_graphs=fxpar.CudaGraphs(impl)), words(1)[0])
+        optimizer = torch.optim.AdamW(model.head.parameters(), fused=True)
+        for batch in words(4):
+            model.zero_grad()
+            model.train_step(batch, optimizer=optimizer, max_norm=1.0)
+        seen.append([parameter.grad for parameter in model.parameters()])
+    (first, *used), graphed = seen
+    assert used == graphed[1:] == [None, None]
+    assert first is not None
+    assert graphed[0] is not None
+    assert torch.equal(first, graphed[0])
+
+
 def test_what_becomes_of_a_step_is_told_on_the_device() -> None:
     torch.manual_seed(0)
     plan = fxpar.Plan(cuda_graphs=fxpar.CudaGraphs("full_iteration"))
@@ -260,6 +284,7 @@ def test_transformer_engine_is_for_gpus() -> None:
     [
         pytest.param("gpt2", {"tp": 2}, "partial", 2, marks=pytest.mark.matrix),
         ("bag", {"tp": 2, "sequence_parallel": True}, "full_iteration", 2),
+        ("bag", {"tp": 2, "inside": True}, "full_iteration", 1),
         pytest.param("llama", {"tp": 2, "sequence_parallel": True}, "full_iteration", 2, marks=pytest.mark.matrix),
         pytest.param("gpt2", {"dp": 2}, "full_iteration", 1, marks=pytest.mark.matrix),
         pytest.param("llama", {"dp": 2, "precision": "bf16"}, "partial", 2, marks=pytest.mark.matrix),
