@@ -60,6 +60,7 @@ def test_a_hundred_steps_are_the_same_to_the_bit(name: str, impl: str) -> None:
 IMPLS = ["partial", "full_iteration", *(["transformer_engine"] if HAS_ENGINE else [])]
 ON_RANKS = {
     "replicas": [f"{name}:{impl}" for name in ("gpt2", "llama") for impl in IMPLS],
+    "experts": [f"{name}:partial" for name in ("mixtral", "deepseek_v3")],
     "stages": [f"{name}:partial" for name in ("1f1b", "interleaved", "zb_h1")],
     "pipelines": [f"{name}:full_iteration" for name in ("1f1b", "gpipe", "interleaved", "zb_h1", "zbv", "groups")],
 }
