@@ -1,14 +1,14 @@
 """Milliseconds of a training step whose experts are on different GPUs.
 
     torchrun --nproc-per-node 2 samples/bench_moe.py --runs learned balanced learned+compile
-    torchrun --nproc-per-node 2 samples/bench_moe.py --runs learned+dropless learned+alltoall
+    torchrun --nproc-per-node 2 samples/bench_moe.py --runs learned+dropless learned+dropless+partial learned+alltoall
     torchrun --nproc-per-node 4 samples/bench_moe.py --runs learned+compile --batch 2 --json times.jsonl
     torchrun --nproc-per-node 2 samples/bench_moe.py --tiny --precision fp32     # to see that it runs, on a CPU too
 
 A run is FLAG+FLAG…: `learned`, the model's own router, or `balanced`, as many tokens for each expert; `compile`;
-`graph` (the step is one CUDA graph); `adamw` (the step has torch's fused AdamW and its clipping too, behind a graph);
-`unchecked` (batches are not compared over the ranks); `selective` and `full` (recomputation); `dropless` (rows travel
-alone), `alltoall` (rows travel in blocks), `budget` (buffers have
+`graph` (the step is one CUDA graph), `partial` (graphs end where rows travel alone); `adamw` (the step has torch's
+fused AdamW and its clipping too, behind a graph); `unchecked` (batches are not compared over the ranks); `selective`
+and `full` (recomputation); `dropless` (rows travel alone), `alltoall` (rows travel in blocks), `budget` (buffers have
 half as many places again as an even load needs), `copy` and `nccl` (what ranks send by, where not by what is faster).
 Every GPU has its own sequences and experts: the plan is dp = ep = their number, etp = 1. The model is transformers'
 Mixtral on the meta device, of 8 layers of width 2048 with 64 experts of width 1024, of which a token has 8, and 4
@@ -36,7 +36,7 @@ from samples.bench_tp import Size, build, run_all, time_steps, where_time_goes
 
 FLAGS = (
     *("learned", "balanced", "eager", "compile", "graph", "adamw", "unchecked", "selective", "full", "dropless"),
-    *("alltoall", "budget", "copy", "nccl"),
+    *("alltoall", "budget", "copy", "nccl", "partial"),
 )
 # Larger than any router's score.
 _FAR = 1e4
@@ -110,7 +110,9 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
             collective_transport=next((how for how in ("copy", "nccl") if how in flags), "auto")
         ),
         compile="compile" in flags,
-        cuda_graphs=fxpar.CudaGraphs("full_iteration" if "graph" in flags else "none"),
+        cuda_graphs=fxpar.CudaGraphs(
+            "full_iteration" if "graph" in flags else "partial" if "partial" in flags else "none"
+        ),
         precision=options.precision,
         recompute=fxpar.Recompute(next((flag for flag in ("selective", "full") if flag in flags), "none")),
     )

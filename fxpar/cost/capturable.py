@@ -11,6 +11,7 @@ runs on the rank's.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from fxpar.cost.communication import symbol_sizes, value_bytes
 from fxpar.ir.program import Program, ScalarType, TensorType, note, output_types
 from fxpar.ir.step import PHASES
 from fxpar.ops.attention import attention_forward
-from fxpar.ops.operator import Operator, alike
+from fxpar.ops.operator import TORCH_OPERATORS, Operator, alike
 from fxpar.signatures.op_call import bind_arguments
 
 aten = torch.ops.aten
@@ -162,10 +163,12 @@ def _runs(program: Program) -> Iterator[tuple[str, str, list[fx.Node]]]:
 
 
 # A node of a step belongs to attention (`attn`: norm, attention and the sum with what entered) or MLP (`mlp`: norm,
-# MLP and that sum), or to nothing outside of layers.
+# MLP and that sum), or to nothing outside of layers. Where tokens are routed the MLP is in three parts: `moe_router`
+# (norm, router and what else each token goes through), `moe_preprocess` (the sort, up to where rows start to travel or
+# are multiplied), and `moe`, all that follows from these.
 # A layer is the smallest numbered module of the author's that has an attention and, outside of the attention's
-# module, a matrix product. In it all up to the sum after the attention is `attn`, and the rest `mlp`. A node of the
-# backward belongs where the forward's of its module and line do.
+# module, a matrix product. In it all up to the sum after the attention is `attn`. A node of the backward belongs where
+# the forward's of its module and line do.
 
 
 _ATTENTION = frozenset(
@@ -193,13 +196,17 @@ def scopes(program: Program) -> dict[fx.Node, str]:
         scopes |= _cut(layer, attention)
     places: dict[tuple[str, str], set[str]] = {}
     for node, scope in scopes.items():
-        places.setdefault((note(node).fqn, note(node).source), set()).add(scope)
+        places.setdefault(_line(node), set()).add(scope)
+    backward = [node for node in calls if note(node).phase != ""]
+    to_move = Counter(note(node).fqn for node in backward if _moves_rows(node))
     last = ""
-    for node in calls:
-        if note(node).phase == "":
-            continue
-        near = places.get((note(node).fqn, note(node).source), set())
-        last = next(iter(near)) if len(near) == 1 else last if last in near else ""
+    for node in backward:
+        near = places.get(_line(node), set())
+        if "moe" in near and len(near) > 1:  # of one line of the author's: preprocess comes after the last rows
+            last = "moe" if to_move[note(node).fqn] else "moe_preprocess"
+        else:
+            last = next(iter(near)) if len(near) == 1 else last if last in near else ""
+        to_move[note(node).fqn] -= _moves_rows(node)
         if last:
             scopes[node] = last
     return scopes
@@ -240,8 +247,19 @@ def _layers(forward: Sequence[fx.Node]) -> Iterator[tuple[list[fx.Node], str]]:
 
 
 def _cut(layer: Sequence[fx.Node], module: str) -> dict[fx.Node, str]:
-    last = max(i for i, node in enumerate(layer) if _packet(node) in _ATTENTION)
-    inner = _child(note(layer[last]).fqn.split("."), len(module.split(".")))
+    depth = len(module.split("."))
+
+    def child(node: fx.Node) -> str:
+        return _child(note(node).fqn.split("."), depth)
+
+    # A router has a softmax too.
+    routed = {child(node) for node in layer if _sorts(node)} - {module}
+    last = max(
+        (i for i, node in enumerate(layer) if _packet(node) in _ATTENTION and child(node) not in routed), default=-1
+    )
+    if last < 0:
+        return {}
+    inner = child(layer[last])
     end = max(i for i, node in enumerate(layer) if i == last or (inner != module and _is_inside(node, inner)))
     for i in range(end + 1, len(layer)):
         if note(layer[i]).fqn != module and not _is_inside(layer[i], inner):
@@ -249,4 +267,42 @@ def _cut(layer: Sequence[fx.Node], module: str) -> dict[fx.Node, str]:
         if _packet(layer[i]) in _SUMS:
             end = i
             break
-    return {node: "attn" if i <= end else "mlp" for i, node in enumerate(layer)}
+    return {**dict.fromkeys(layer[: end + 1], "attn"), **_cut_mlp(layer[end + 1 :])}
+
+
+def _cut_mlp(nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
+    """Returns the scopes of what follows the attention of a layer."""
+    first = next((i for i, node in enumerate(nodes) if _sorts(node)), None)
+    if first is None:
+        return dict.fromkeys(nodes, "mlp")
+    moved = next((i for i in range(first, len(nodes)) if _moves_rows(nodes[i])), len(nodes))
+    while first and _line(nodes[first - 1]) == _line(nodes[first]):
+        first -= 1
+    scopes = {**dict.fromkeys(nodes[:first], "moe_router"), **dict.fromkeys(nodes[first:moved], "moe_preprocess")}
+    followed = {*nodes[first : moved + 1]}
+    for node in nodes[moved:]:
+        if not followed.isdisjoint((node, *node.all_input_nodes)):
+            followed.add(node)
+        is_of_rows = node in followed or _line(node) == _line(nodes[first])
+        scopes[node] = "moe" if is_of_rows else "moe_router"
+    return scopes
+
+
+def _line(node: fx.Node) -> tuple[str, str]:
+    return note(node).fqn, note(node).source
+
+
+def _sorts(node: fx.Node) -> bool:
+    """Returns whether a node sorts tokens by what they are routed to."""
+    return _packet(node) is torch.ops.fxpar.sort_by_expert
+
+
+def _moves_rows(node: fx.Node) -> bool:
+    """Returns whether it is a product of floating rows, or sends them to other ranks."""
+    if not any(kind.dtype.is_floating_point for kind in output_types(node)):
+        return False
+    target = node.target
+    if isinstance(target, Operator):
+        return bool(target.uncaptured or (target.traffic is not None and (target.kinds is None or target.sends[0])))
+    record = TORCH_OPERATORS.get(target)
+    return _packet(node) in _PRODUCTS or (record is not None and record.flops is not None)

@@ -15,11 +15,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.errors import InputError
 from fxpar.ops.small_operators import Destination, destinations, into
-from fxpar.runtime.calls import Boxed
+from fxpar.runtime.calls import Boxed, Values
 from fxpar.runtime.graph_modes import recorder
 from fxpar.runtime.prefetch import poison, storage_bytes
 from fxpar.torch_internals import Work, disable_current_modes
@@ -69,7 +70,14 @@ class Pool(Protocol):
 
 
 class Flight:
-    """A forward that has run and whose backward has not; whoever drops it ends it."""
+    """A forward that has run and whose backward has not; whoever drops it ends it.
+
+    Attributes:
+        values: what it leaves for its backward outside of the pool, by name: values whose sizes the call decides.
+    """
+
+    def __init__(self) -> None:
+        self.values: Values = {}
 
 
 class OneFlight:
@@ -275,6 +283,24 @@ def _number(value: Tensor) -> int:
     return int(value.untyped_storage()._cdata)
 
 
+def _needs_host(function: Any) -> InputError:
+    return InputError(
+        f"a graph cannot hold what the step does: {function} needs the host",
+        where="cuda_graphs",
+        remedy="give the operator that does it torch.Tag.cudagraph_unsafe, leave it out by cuda_graphs.scope, "
+        "or set cuda_graphs to CudaGraphs('none')",
+    )
+
+
+class _NoLists(TorchFunctionMode):
+    """Refuses to read elements of a CPU's tensor as a list or an array, for which torch calls no operator."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy):
+            raise _needs_host(f"Tensor.{func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
 class _Recorder(TorchDispatchMode):
     """Puts calls of operators onto a tape."""
 
@@ -287,12 +313,7 @@ class _Recorder(TorchDispatchMode):
         if any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # the subclass's own calls come here
         if func is _FROM_HOST or any(tag in func.tags for tag in _REFUSED):
-            raise InputError(
-                f"a graph cannot hold what the step does: {func} needs the host",
-                where="cuda_graphs",
-                remedy="give the operator that does it torch.Tag.cudagraph_unsafe, leave it out by cuda_graphs.scope, "
-                "or set cuda_graphs to CudaGraphs('none')",
-            )
+            raise _needs_host(func)
         if func._schema.is_mutable:
             self.tape.keep(func, args, kwargs)
         returned = func(*args, **kwargs)
@@ -325,7 +346,7 @@ class StandInPool(OneFlight):
     def _onto(self, tape: Tape) -> Iterator[None]:
         token = recorder.set(tape.run_opaque)
         try:
-            with _Recorder(tape):
+            with _Recorder(tape), _NoLists():
                 yield
         finally:
             recorder.reset(token)

@@ -19,7 +19,7 @@ from torch import fx
 from fxpar.ir.program import Note, Program, ScalarType, has_note, module_of, note, operands, set_note
 from fxpar.ir.regions import inlined
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import TORCH_OPERATORS, Operator, PaddingRows
+from fxpar.ops.operator import TORCH_OPERATORS, Operator, PaddingRows, is_view
 from fxpar.ops.process_group import Group
 
 # Placeholders of the rows that all ranks and those before this one bring.
@@ -113,29 +113,43 @@ def _replace(node: fx.Node, record: Operator, rank: OnRank) -> None:
         return
     node.target, node.args, node.kwargs = lowered.function, lowered.arguments, {}
     if lowered.finish is not None:
-        _finish(node, lowered.finish, lowered.rest)
+        _finish(node, lowered.finish, lowered.rest, lowered.waits)
 
 
-def _finish(start: fx.Node, function: Any, rest: tuple[Any, ...]) -> None:
-    """Waits for what a node started: in front of its first reader, at the latest where its phase or its call ends."""
+def _finish(start: fx.Node, function: Any, rest: tuple[Any, ...], waits: str) -> None:
+    """Waits for what a node started: in front of its first reader, at the latest where its phase or its call ends.
+
+    Args:
+        waits: as of `LoweredCall`.
+    """
     readers, last = set(start.users), start
     start_note = note(start)
-    while last.next not in readers and last.next.op == "call_function" and _is_beside(last.next, start_note):
+    finish_note = replace(start_note, uncaptured=waits or start_note.uncaptured)
+    while last.next not in readers and last.next.op == "call_function" and _is_beside(last.next, finish_note):
         last = last.next
+    # Outside of graphs it would cut views off the graph that they begin.
+    while finish_note.uncaptured and last is not start and (_is_number(last) or is_view(last)):
+        last = last.prev
     with start.graph.inserting_after(last):
         finish = start.graph.call_function(function, (start, *rest))
     start.replace_all_uses_with(finish, delete_user_cb=lambda reader: reader is not finish)
-    set_note(finish, start_note)
+    set_note(finish, finish_note)
     name, start.name = start.name, f"{start.name}_start"
     finish.name = name
 
 
+def _is_number(node: fx.Node) -> bool:
+    return not has_note(node) or isinstance(note(node).type, ScalarType)
+
+
 def _is_beside(node: fx.Node, anchor: Note) -> bool:
-    """Returns whether a node is a number, or of the phase and the call of that note."""
-    if not has_note(node) or isinstance(note(node).type, ScalarType):
+    """Returns whether a node is a number, or of the phase and the call of that note; in its graph, if it is in one."""
+    if _is_number(node):
         return True
     current = note(node)
-    return (current.phase, current.region, current.uncaptured) == (anchor.phase, anchor.region, anchor.uncaptured)
+    # What waits outside of graphs may do so after graphs, whose kernels run meanwhile.
+    is_reached = bool(anchor.uncaptured) or not current.uncaptured
+    return is_reached and (current.phase, current.region) == (anchor.phase, anchor.region)
 
 
 def _place(node: fx.Node, device: torch.device) -> None:

@@ -37,12 +37,14 @@ class LoweredCall:
         finish: of what communicates, a second function: it takes what the first one gives, and `rest`, and waits until
             that is there. It runs in front of the node's first reader.
         rest: nodes and literals.
+        waits: why no CUDA graph can hold `finish`, where one can hold the call; empty where it holds both or none.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     finish: Callable[..., Any] | None = None
     rest: tuple[Any, ...] = ()
+    waits: str = ""
 
 
 @dataclass(frozen=True)
@@ -284,6 +286,12 @@ class Operator(GraphOperator):
 def alike(target: Any) -> Any:
     """Returns the operator of torch that the target of a node is, or is like; None where there is none."""
     return target.like if isinstance(target, Operator) else target
+
+
+def is_view(node: fx.Node) -> bool:
+    """Returns whether a node computes nothing: a view of its operand, or one of several results."""
+    target = alike(node.target)
+    return target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and target.is_view)
 
 
 # ---------------------------------------------------------------------- operators of torch

@@ -186,8 +186,8 @@ class Experts(OptionGroup):
             the tokens of all, or where they copy (`collective_transport`) those that it needs if that is less than nine
             tenths, and sums of what its experts make of them go back; not where tensor parallel ranks share tokens that
             data ranks send. `alltoall`: rows travel, in buffers of as many places as tokens may ever need. `dropless`:
-            rows alone; how many is on the host in front of the all-to-all: nothing is compiled, nor captured as CUDA
-            graphs.
+            rows alone; how many is on the host in front of the all-to-all: nothing is compiled, and CUDA graphs
+            (`partial`) end there.
         recv_capacity_factor: of dispatch other than `dropless`, how many places its buffers have, as a multiple, of at
             least 1, of what they need where the load is even, and no more than tokens may ever need. A training step in
             which more rows come is noticed after its backward, before its gradients count, and repeated with buffers
@@ -274,8 +274,10 @@ class CudaGraphs(OptionGroup):
             where nothing in them ends a graph;
             `full_iteration`, forward and backward of all microbatches of a `train_step`, and the reductions of
             gradients, in one graph.
-        scope: of `partial`, the parts of layers that are captured: `attn` (norm, attention and the residual sum), `mlp`
-            (norm, MLP and its sum); all that can be, where none is named.
+        scope: of `partial`, the parts of layers that are captured: `attn` (norm, attention and the residual sum); `mlp`
+            (norm, MLP without experts and its sum); of a layer of experts `moe` (all of it, which needs a dispatch
+            whose sizes do not depend on the routing), or `moe_router` (norm, router and shared experts), and with it
+            `moe_preprocess` (the sort by expert, up to where rows travel); all that can be, where none is named.
         variants: sets of shapes, addresses and modes for which there are graphs at most. A call that would need another
             one is refused.
     """

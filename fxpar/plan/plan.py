@@ -277,11 +277,15 @@ class Plan:
                 )
         if dispatch != "static" and self.ep == 1:
             yield f"experts.dispatch={shown(dispatch)} is of experts on several ranks, and ep=1: give ep of at least 2"
-        if dispatch == "dropless" and graphs.is_on:
-            # What stands between graphs has fixed addresses and sizes too (`fxpar.cudagraphs.partial`).
+        if dispatch == "dropless" and graphs.impl not in ("none", "partial"):
             yield (
-                "experts.dispatch='dropless' has sizes that no CUDA graph can hold: leave cuda_graphs out, or give "
-                "dispatch='static'"
+                "experts.dispatch='dropless' reads on the host how many rows travel, which "
+                f"CudaGraphs({graphs.impl!r}) cannot: give CudaGraphs('partial'), or dispatch='static'"
+            )
+        if dispatch == "dropless" and "moe" in graphs.scope:
+            yield (
+                "cuda_graphs.scope has moe, a whole layer of experts, of which experts.dispatch='dropless' reads sizes "
+                "on the host: give moe_router and moe_preprocess, or dispatch='static'"
             )
         if dispatch == "dropless" and self.compile:
             # Units are compiled for sizes of inputs (`fxpar.runtime.compiled`); rows would be further ones in each

@@ -8,6 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 import transformers
 from torch import Tensor, nn
@@ -41,6 +42,21 @@ def mixtral(size: int = 32, layers: int = 1) -> nn.Module:
     options |= {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
     options |= {"use_cache": False, "attention_dropout": 0.1, "bos_token_id": 1, "eos_token_id": 1}
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**options))
+
+
+def deepseek_v3(size: int = 32, layers: int = 2) -> nn.Module:
+    """With a dense layer, layers of experts with a shared one, two experts without tokens, and dropout of attention."""
+    options: dict[str, Any] = {"num_hidden_layers": layers, "hidden_size": size, "intermediate_size": 48}
+    options |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": VOCABULARY}
+    options |= {"first_k_dense_replace": 1, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_group": 4}
+    options |= {"topk_group": 2, "num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 16}
+    options |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "attention_dropout": 0.1}
+    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**options, use_cache=False))
+    with torch.no_grad():
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias[[0, 4]] = -100.0
+    return model
 
 
 two_layers = partial(gpt2, layers=2)
@@ -96,9 +112,9 @@ def prefetched(batches: list[Any], model: fxpar.ParallelModule) -> Iterator[Any]
             poison(value)
 
 
-def words(count: int, micro: int = 1, rows: int = 2, length: int = 8) -> list[Any]:
+def words(count: int, micro: int = 1, rows: int = 2, length: int = 8, seed: int = 1) -> list[Any]:
     """Batches of tokens, or lists of so many microbatches."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     found: list[Any] = []
     for _ in range(count):
         ids = [torch.randint(0, VOCABULARY, (rows, length), generator=generator) for _ in range(micro)]
@@ -203,3 +219,16 @@ def equal_on_ranks(name: str, impl: str, plan: dict[str, Any], micro: int) -> tu
     plain = as_it_is(build, 6, micro, **plan)
     graphed = train(build, words(6, micro), impl, **plan)
     return plain == graphed, graphed.figures
+
+
+def equal_where_rows_are_counted(
+    build: Callable[[], nn.Module], plan: dict[str, Any], micro: int, rows: int, length: int
+) -> tuple[bool, Any, list[float]]:
+    """On each rank: whether a training of dropless experts with partial graphs is the one without, its figures, and
+    the losses. Each rank has its tokens, so that rows differ from rank to rank and from step to step.
+    """
+    batches = words(6, micro, rows, length, seed=dist.get_rank() + 1)
+    plan = {"dp": 2, "ep": 2, "experts": fxpar.Experts("dropless"), **plan}
+    scope = plan.pop("scope", ())
+    plain, graphed = train(build, batches, **plan), train(build, batches, "partial", scope=scope, **plan)
+    return plain == graphed, graphed.figures, plain.losses

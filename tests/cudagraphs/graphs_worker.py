@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import fxpar
-from tests.cudagraphs.graphed import Trained, gpt2, llama, train, words
+from tests.cudagraphs.graphed import Trained, deepseek_v3, gpt2, llama, mixtral, train, words
 from tests.cudagraphs.overflowing import compared
 
 STEPS, MICROBATCHES = 100, 4
@@ -34,6 +34,8 @@ PLANS: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
 }
+DROPLESS: dict[str, Any] = {"dp": 2, "ep": 2, "experts": fxpar.Experts("dropless")}
+PLANS |= {"mixtral": (partial(mixtral, 128, 2), DROPLESS), "deepseek_v3": (partial(deepseek_v3, 128, 2), DROPLESS)}
 OVERFLOWS: dict[str, dict[str, Any]] = {
     "inside": {},
     "sgd": {"optimizer": "sgd"},
@@ -51,7 +53,8 @@ def main() -> None:
             report(run, *overflow(OVERFLOWS[impl]))
             continue
         build, plan = PLANS[name]
-        batches = words(STEPS, MICROBATCHES)
+        # Replicas have tokens of their own, so that rows differ from rank to rank.
+        batches = words(STEPS, MICROBATCHES, seed=1 + (int(os.environ["RANK"]) if "dp" in plan else 0))
         if name not in known:
             known[name] = train(build, batches, **plan)
             assert len(set(known[name].losses)) == len(known[name].losses)

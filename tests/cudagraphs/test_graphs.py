@@ -304,7 +304,8 @@ def test_ranks_replay_together(world2: World, name: str, plan: dict[str, Any], i
 
 def test_the_stand_in_refuses_what_asks_the_device() -> None:
     x = torch.randn(3)
-    for work in (lambda: x.sum().item(), lambda: x.nonzero(), lambda: torch.tensor([1.0]) + x, lambda: x[x > 0]):
+    reads: list[Callable[[], Any]] = [lambda: x.sum().item(), x.tolist, x.numpy]
+    for work in (*reads, lambda: x.nonzero(), lambda: torch.tensor([1.0]) + x, lambda: x[x > 0]):
         with pytest.raises(InputError, match="needs the host"):
             StandInPool().record(work)
 

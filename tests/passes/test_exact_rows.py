@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.capture.capture import capture
-from fxpar.compile import compile_program
+from fxpar.compile import compile_program, lower_program
 from fxpar.cost.capturable import capture_regions
 from fxpar.cost.communication import collectives
 from fxpar.errors import FxparError
 from fxpar.experts.operators import permute, sent_rows
+from fxpar.ir.program import has_note, note
 from fxpar.manager import PassManager
+from fxpar.ops.process_group import Group
 from fxpar.passes.differentiate import differentiate
 from fxpar.passes.mark_regions import mark_regions
 from fxpar.text.parsing import parse_program
@@ -103,17 +105,30 @@ def test_mutants_are_rejected_statically() -> None:
             check_text(mutant)
 
 
-@pytest.mark.parametrize(("dispatch", "count"), [("static", 0), ("dropless", 1)])
-def test_graphs_end_where_the_routing_decides_how_many_rows_there_are(dispatch: str, count: int) -> None:
+@pytest.mark.parametrize("dispatch", ["static", "dropless"])
+def test_graphs_end_where_the_routing_decides_how_many_rows_there_are(dispatch: str) -> None:
     """The static one is proven to be static by the same checker."""
     program = dispatched(plan(2, 1, 1, 2, dispatch=dispatch))
     _, boundaries = capture_regions(PassManager([differentiate, mark_regions]).run(program))
     reasons = {each.node: each.reason for each in boundaries}
-    assert sum("to the host" in reason for reason in reasons.values()) == count
     assert bool(reasons) == (dispatch == "dropless")
     if reasons:
-        assert reasons["split_sizes"] == "copies how many rows travel to the host; give experts.dispatch='static'"
-        assert {"send_rows", "return_rows", "grouped_linear_default"} <= reasons.keys()
+        assert reasons["send_rows"] == "sends as many rows as the routing decides; give experts.dispatch='static'"
+        assert {"return_rows", "grouped_linear_default"} <= reasons.keys()
+        assert "split_sizes" not in reasons  # whose copy starts in a graph
+
+
+def test_numbers_of_rows_are_awaited_in_front_of_the_rows() -> None:
+    """Rows are taken for their experts meanwhile, in the graph in which the copy to the host starts."""
+    program = PassManager([differentiate, mark_regions]).run(dispatched(plan(2, 1, 1, 2)))
+    nodes = [
+        node for node in lower_program(program, {"dp": Group("dp", 2)}, "cpu").module.graph.nodes if has_note(node)
+    ]
+    order, marks = [node.name for node in nodes], {node.name: note(node).uncaptured for node in nodes}
+    places = [order.index(n) for n in ("split_sizes_start", "moe_permute_default", "split_sizes", "send_rows_start")]
+    assert places == sorted(places)
+    assert marks["split_sizes_start"] == ""
+    assert marks["split_sizes"] == "waits until the host knows them; give experts.dispatch='static'"
 
 
 def test_what_arrived_stands_by_expert_and_within_one_by_source() -> None:

@@ -12,10 +12,12 @@ import transformers
 import fxpar
 from fxpar.cli.models import build
 from fxpar.compile import compile_model, compile_step
-from fxpar.cost.capturable import capture_regions
+from fxpar.cost.capturable import CaptureRegion, capture_regions, scopes
 from fxpar.errors import InputError, PassError
-from fxpar.ir.program import Program, note
+from fxpar.ir.program import Program, note, operands, output_types
 from fxpar.ir.regions import inlined
+from fxpar.layout.symbolic_sizes import names
+from fxpar.ops.operator import is_view
 from fxpar.passes.mark_regions import mark_regions
 from fxpar.plan.option_groups import CudaGraphs
 from fxpar.text.parsing import parse_program
@@ -92,16 +94,19 @@ OF_EXPERTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "plan"), few(OF_EXPERTS, OF_EXPERTS[:1]), ids=str)
-def test_experts_on_other_ranks_are_one_region_forward_and_one_backward(name: str, plan: dict[str, Any]) -> None:
-    """Nothing that their rows go through asks for a number, or has a size that depends on the routing."""
+def _step_of_experts(name: str, **plan: Any) -> Program:
     built = build(name, None, None, 0)
     config = built.model.config
     if hasattr(config, "output_router_logits"):
         config.output_router_logits = True
     batch = {key: value[:2] for key, value in built.batch.items()}
-    program = compile_model(built.model.train(), batch, fxpar.Plan(**plan), loss=built.loss).program
-    step = inlined(_step(program))
+    return inlined(_step(compile_model(built.model.train(), batch, fxpar.Plan(**plan), loss=built.loss).program))
+
+
+@pytest.mark.parametrize(("name", "plan"), few(OF_EXPERTS, OF_EXPERTS[:1]), ids=str)
+def test_experts_on_other_ranks_are_one_region_forward_and_one_backward(name: str, plan: dict[str, Any]) -> None:
+    """Nothing that their rows go through asks for a number, or has a size that depends on the routing."""
+    step = _step_of_experts(name, **plan)
     found, boundaries = capture_regions(step)
     assert [region.phase for region in found] == ["forward", "backward"]
     assert boundaries == []
@@ -113,6 +118,78 @@ def test_experts_on_other_ranks_are_one_region_forward_and_one_backward(name: st
     unsafe = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe)
     for node in step.graph.nodes:
         assert not any(tag in getattr(node.target, "tags", ()) for tag in unsafe)
+
+
+DROPLESS: dict[str, Any] = {"dp": 2, "ep": 2, "experts": fxpar.Experts("dropless")}
+
+
+def _live_outs(step: Program, region: CaptureRegion) -> list[str]:
+    """Names, without numbers, of what the forward reads of layers' operations in a region after it."""
+    later: list[str] = []
+    for name in region.outputs:
+        users = (user for user in step.node(name).users if user.op == "call_function")
+        is_read = any(note(user).phase == "" and user.name not in region.nodes for user in users)
+        if is_read and note(step.node(name)).fqn.startswith("model.layers"):
+            later.append(name.rstrip("_0123456789"))
+    return sorted(later)
+
+
+def _has_counted_rows(step: Program, name: str) -> bool:
+    counted = {symbol.name for symbol in step.counted}
+    node = step.node(name)
+    kinds = [kind for tensor in (node, *operands(node)) for kind in output_types(tensor)]
+    return not names(size for kind in kinds for size in kind.shape).isdisjoint(counted)
+
+
+# Permuted tokens, how many come of each source, where each pair stands, how many travel; then weights and residual.
+OF_ROWS = ["getitem", "moe_permute_default", "permute_default", "split_sizes", "add"]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "more"),
+    # Of Mixtral the loss of the load reads the router's logits; of DeepSeek's the shared expert reads the norm.
+    [("mixtral", 2, ["div", "linear"]), (DEEPSEEK, 1, ["mul", "mul"])],
+    ids=["mixtral", "deepseek_v3"],
+)
+def test_graphs_of_dropless_experts_end_where_rows_travel_alone(name: str, layers: int, more: list[str]) -> None:
+    step = _step_of_experts(name, **DROPLESS)
+    found, boundaries = capture_regions(step)
+    forward = [region for region in found if region.phase == "forward"]
+    assert len(forward) == layers + 1
+    assert all(step.node(region.nodes[-1]).target is torch.ops.fxpar.moe_permute.default for region in forward[:-1])
+    assert _live_outs(step, forward[layers - 1]) == sorted([*OF_ROWS, *more])
+    assert not any(_has_counted_rows(step, node) for region in found for node in region.nodes)
+    others = [each.node for each in boundaries if not _has_counted_rows(step, each.node)]
+    assert all(is_view(step.node(node)) for node in others)
+
+
+ROUTED = ("attn", "moe_router", "moe_preprocess")
+
+
+def test_scopes_of_a_layer_of_experts() -> None:
+    """Router and preprocess end where rows travel; the shared expert, which waits for none, is a graph too."""
+    step = _step_of_experts(DEEPSEEK, **DROPLESS, cuda_graphs=CudaGraphs("partial", scope=ROUTED))
+    forward = [region for region in capture_regions(step)[0] if region.phase == "forward"]
+    first, last = step.node(forward[1].nodes[0]), step.node(forward[1].nodes[-1])
+    assert note(first).fqn == "model.layers.1.input_layernorm"
+    assert last.target is torch.ops.fxpar.moe_permute.default
+    assert _live_outs(step, forward[1]) == sorted([*OF_ROWS, "mul", "mul"])
+    assert [note(step.node(region.nodes[-1])).fqn for region in forward] == [
+        "model.layers.0",
+        "model.layers.1.mlp.experts",
+        "model.layers.1.mlp.shared_experts.down_proj",
+    ]
+    backward = [n for r in capture_regions(step)[0] if r.phase == "backward" for n in r.nodes]
+    assert any(step.node(node).target is torch.ops.fxpar.moe_unpermute.default for node in backward)
+    static = {"dp": 2, "ep": 2, "cuda_graphs": CudaGraphs("partial", scope=("moe",))}
+    found, _ = capture_regions(_step_of_experts("mixtral,num_hidden_layers=1", **static))
+    assert found[0].nodes[0] == "pow_2"  # of the norm
+    step = _step_of_experts("mixtral,num_hidden_layers=1", dp=2, ep=2)
+    scope_of = {node.name: scope for node, scope in scopes(step).items()}
+    whole = {name for name, scope in scope_of.items() if scope.startswith("moe")}
+    captured = {name for region in found for name in region.nodes}
+    assert captured <= whole
+    assert all(is_view(step.node(name)) for name in whole - captured)
 
 
 def test_a_histogram_without_bounds_reads_them_on_the_host() -> None:

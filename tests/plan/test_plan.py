@@ -332,8 +332,21 @@ def test_what_an_expert_takes_is_an_option_of_every_layout() -> None:
             "dispatch='allgather' sends tokens, and pad_to_capacity rows",
         ),
         (
-            {"experts": Experts("dropless"), "dp": 2, "ep": 2, "cuda_graphs": fxpar.CudaGraphs("partial")},
-            "leave cuda_graphs out",
+            {"experts": Experts("dropless"), "dp": 2, "ep": 2, "cuda_graphs": fxpar.CudaGraphs("full_iteration")},
+            r"CudaGraphs\('full_iteration'\) cannot: give CudaGraphs\('partial'\)",
+        ),
+        (
+            {"experts": Experts("dropless"), "dp": 2, "ep": 2, "cuda_graphs": fxpar.CudaGraphs("transformer_engine")},
+            r"CudaGraphs\('transformer_engine'\) cannot: give CudaGraphs\('partial'\)",
+        ),
+        (
+            {
+                "experts": Experts("dropless"),
+                "dp": 2,
+                "ep": 2,
+                "cuda_graphs": fxpar.CudaGraphs("partial", scope=("attn", "moe")),
+            },
+            "give moe_router and moe_preprocess, or dispatch='static'",
         ),
         (
             {"experts": Experts("dropless"), "dp": 2, "ep": 2, "compile": True},

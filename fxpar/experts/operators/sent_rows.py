@@ -279,9 +279,11 @@ def _sent(crossing: CollectiveSite, kind: TensorType) -> Iterator[Sent]:
 
 # ---------------------------------------------------------------------- lowering
 
+_REMEDY = "give experts.dispatch='static'"
+
 
 def _lower_sizes(node: fx.Node, rank: OnRank) -> LoweredCall:
-    return LoweredCall(start_sizes, node.args, finish=sizes_there)
+    return LoweredCall(start_sizes, node.args, finish=sizes_there, waits=f"waits until the host knows them; {_REMEDY}")
 
 
 def _lower_there(node: fx.Node, rank: OnRank) -> LoweredCall:
@@ -308,12 +310,12 @@ def _of_sent(call: Reverse) -> Gradients:
     shape=_sizes_shape,
     lower=_lower_sizes,
     stops_gradient=True,
-    uncaptured="copies how many rows travel to the host; give experts.dispatch='static'",
 )
 def split_sizes(order: Any, counts: Any, received: Any) -> Any:
     """Returns on the host how many rows go where.
 
-    The copy starts where the operator stands, and is awaited in front of the first reader.
+    The copy starts where the operator stands, in a CUDA graph too. It is awaited in front of the first reader, and
+    outside of graphs.
 
     Args:
         order: i64[…, M]: the rows of a source.
@@ -336,7 +338,7 @@ _record = partial(
     shape=_shape,
     like=_rows_apart,
     apart=True,
-    uncaptured="sends as many rows as the routing decides; give experts.dispatch='static'",
+    uncaptured=f"sends as many rows as the routing decides; {_REMEDY}",
 )
 
 
@@ -385,7 +387,8 @@ def start_sizes(order: Tensor, counts: Tensor, received: Tensor) -> tuple[Tensor
     # A copy into pageable memory waits for the device. One into pinned memory is queued, and an event tells its end.
     there = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True)
     there.copy_(sizes, non_blocking=True)
-    event = torch.cuda.Event()
+    # Recorded in a CUDA graph an external one tells each replay's end of the copy, while the rest of the graph runs.
+    event = torch.cuda.Event(external=True)
     event.record()
     return there, event
 
