@@ -140,7 +140,7 @@ class Communication(OptionGroup):
             by copy engines, which leave the multiprocessors to products, or a kernel where there are none alongside it;
             ranks that cannot are refused. `auto`: so between two GPUs that reach each other's memory; between more
             NCCL is faster. What is smaller than `cost.least_copy`, but for such kernels, and what is sent once a step
-            the group sends.
+            the group sends. With `auto`, stages of a pipeline copy to each other where all its GPUs reach each other.
     """
 
     collective_transport: str = "auto"

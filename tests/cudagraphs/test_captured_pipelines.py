@@ -1,0 +1,58 @@
+"""A step of a pipeline that is replayed as one graph is the step, bit for bit."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+import fxpar
+from tests.cudagraphs import stages
+from tests.cudagraphs.graphed import mixtral, two_layers
+from tests.runtime.world import World
+
+COPY: dict[str, Any] = {"communication": fxpar.Communication("copy")}
+INTERLEAVED: dict[str, Any] = {"pp": 2, "virtual_stages": 2, "microbatches": 4}
+CASES: list[Any] = [
+    ({"pp": 2, "schedule": "zb_h1", **COPY}, {"evaluate": 3}),
+    (INTERLEAVED, {"inside": True}),
+    *(
+        pytest.param(plan, options, marks=pytest.mark.matrix)
+        for plan, options in [
+            ({"pp": 2, **COPY}, {}),
+            ({"pp": 2, "schedule": "gpipe", **COPY}, {"evaluate": 3}),
+            ({**INTERLEAVED, **COPY}, {"evaluate": 3}),
+            ({"pp": 2, "virtual_stages": 2, "schedule": "zbv", **COPY}, {}),
+            ({"pp": 2, **COPY}, {"every": 2, "set_to_none": False}),
+            ({"pp": 2, "compile": True}, {"build": two_layers}),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("plan", "options"), CASES, ids=str)
+def test_a_whole_step_is_one_graph_on_each_rank(world2: World, plan: dict[str, Any], options: dict[str, Any]) -> None:
+    counts = (4, 4, 6, 4, 6, 4)
+    job = partial(stages.compare, impl="full_iteration", **options)
+    for compared in world2.run(job, counts, plan, (5, 7)):
+        assert compared.is_equal
+        # Steps of four and of six microbatches, each recorded the second time, and evaluations.
+        accumulated = options.get("every", 1) > 1
+        assert compared.graphs[-1] == compared.variants >= (2 if accumulated else 2 + bool(options.get("evaluate")))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("more", [{"dp": 2}, {"tp": 2, "sequence_parallel": True}, {"dp": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize("transport", ["copy", "nccl"])
+def test_axes_of_several_ranks_are_in_the_graph(world4: World, more: dict[str, Any], transport: str) -> None:
+    plan = {"pp": 2, "communication": fxpar.Communication(transport), **more}
+    build = partial(mixtral, layers=2) if "ep" in more else two_layers
+    for compared in world4.run(partial(stages.compare, build=build, impl="full_iteration"), (4, 4, 4), plan, (8,)):
+        assert compared.is_equal
+        assert compared.graphs[-1] == 1
+
+
+def test_a_message_that_would_overwrite_another_is_refused(world2: World) -> None:
+    first, _ = world2.run(stages.crowded)
+    assert "an earlier call was broken off between a copy and its use" in first
