@@ -193,7 +193,7 @@ class Iteration(Generic[Result]):
         self._step = self._random.step
         self._one = torch.tensor([0, 1, 0], device=self._state.device)
         self._static = [
-            Static({name: call.values[name] for name in names if name in call.values})
+            Static({name: call.values[name] for name in names if name in call.values}, self._pool)
             for call, names in zip(calls, moving, strict=True)
         ]
         static_calls = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -119,7 +120,9 @@ class CachedGraphs(NoGraphs):
         variants = {key for _, known in self._pools for key, variant in known.items() if variant.graphs}
         costs = [pool.cost for pool, _ in self._pools]
         seconds, size = (sum(column) for column in zip(*costs, strict=True)) if costs else (0.0, 0)
-        return GraphFigures(graphs, len(variants), seconds, size)
+        slots = sum(any(variant.graphs for variant in known.values()) for _, known in self._pools)
+        static = sum(pool.static_bytes for pool, _ in self._pools)
+        return GraphFigures(graphs, len(variants), slots, seconds, size, static)
 
     def close(self) -> None:
         """Implements `NoGraphs.close`."""
@@ -169,12 +172,8 @@ class PartialGraphs(CachedGraphs):
     def figures(self) -> GraphFigures:
         """Implements `NoGraphs.figures`; of a pipeline over the stages of this rank."""
         parts = [super().figures, *(stage.figures for stage in self._stages.values())]
-        return GraphFigures(
-            sum(part.graphs for part in parts),
-            max(part.variants for part in parts),
-            sum(part.seconds for part in parts),
-            sum(part.bytes for part in parts),
-        )
+        columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(GraphFigures)}
+        return GraphFigures(**{name: (max if name == "variants" else sum)(column) for name, column in columns.items()})
 
     def close(self) -> None:
         """Implements `NoGraphs.close`."""

@@ -168,10 +168,12 @@ class Static:
 
     Args:
         values: of which they have the shapes, by name.
+        pool: of the graphs that read them.
     """
 
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
+    def __init__(self, values: Mapping[str, Tensor], pool: Pool) -> None:
         self.tensors = {name: value.clone() for name, value in values.items()}
+        pool.static_bytes += sum(value.nbytes for value in self.tensors.values())
 
     def fill(self, values: Mapping[str, Tensor]) -> None:
         """Copies values in."""
@@ -219,7 +221,7 @@ class GraphedStep:
         flight = self._pool.flight = Flight()
         if self._forward is None:
             self._backward = []
-            self._static = Static({name: values[name] for name in self._inputs})
+            self._static = Static({name: values[name] for name in self._inputs}, self._pool)
             self._values = self._calls.start({**values, **self._static.tensors}, sizes)
             calls = self._calls.forward_calls
             self._forward = Replayed(self._pool, calls, self._values, self._run_forward, self._dynamic)
@@ -241,7 +243,7 @@ class GraphedStep:
         flight = saved[_FLIGHT]
         if not self._backward:
             self._check_open()
-            self._tangents = Static(tangents)
+            self._tangents = Static(tangents, self._pool)
             names = self._calls.step.tangents
             self._values.update({names[name]: static for name, static in self._tangents.tensors.items()})
             self._placed = []
@@ -446,7 +448,7 @@ class GraphedForward:
         self._calls.calls[index](values)
 
     def _record(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-        self._static = Static({name: values[name] for name in self._inputs})
+        self._static = Static({name: values[name] for name in self._inputs}, self._pool)
         environment = self._calls.start({**values, **self._static.tensors}, sizes)
         calls, results = self._calls.calls, self._calls.results.values()
         self._replayed = Replayed(self._pool, calls, environment, self._run, dynamic_values(calls, results))

@@ -47,10 +47,12 @@ class Pool(Protocol):
     Attributes:
         flight: what is in it; None where nothing is.
         cost: seconds that recording took, and bytes that it has taken of the device.
+        static_bytes: of the tensors into which inputs are copied before a replay.
     """
 
     flight: Flight | None
     cost: tuple[float, int]
+    static_bytes: int
 
     def record(self, work: Callable[[], Result]) -> tuple[Recording, Result]:
         """Records work, and what it gives. Nothing is computed yet where the device is a GPU.
@@ -86,6 +88,7 @@ class OneFlight:
     def __init__(self) -> None:
         self._flight: weakref.ref[Flight] | None = None
         self.cost = (0.0, 0)
+        self.static_bytes = 0
 
     @property
     def flight(self) -> Flight | None:

@@ -48,18 +48,25 @@ class GraphFigures:
     Attributes:
         graphs: how many there are.
         variants: sets of shapes, addresses and modes that they are for.
+        slots: sets of graphs with memory of their own, one for each forward whose backward is to come.
         seconds: that recording took.
         bytes: memory that recording has left occupied; 0 where there is no GPU.
+        static_bytes: of the tensors into which inputs are copied before a replay.
     """
 
     graphs: int
     variants: int
+    slots: int
     seconds: float
     bytes: int
+    static_bytes: int
 
     def __str__(self) -> str:
+        slots = f" in {self.slots} slots" if self.slots > 1 else ""
+        static = f"{self.static_bytes / 2**20:,.1f} MiB of static inputs"
         size = f", for which they have taken {self.bytes / 2**20:,.0f} MiB of the device" if self.bytes else ""
-        return f"CUDA graphs: {self.graphs} for {self.variants} variants, recorded in {self.seconds:.2f} s{size}."
+        recorded = f"recorded in {self.seconds:.2f} s{size}"
+        return f"CUDA graphs: {self.graphs} for {self.variants} variants{slots}, with {static}, {recorded}."
 
 
 class NoGraphs:

@@ -68,13 +68,13 @@ class Compared:
         is_equal: whether losses and weights are, to the bit.
         graphs: of the rank after each step, then at the end.
         slots: of the rank's stages, by the schedule of each step.
-        variants: at the end.
+        figures: of the graphs at the end.
     """
 
     is_equal: bool
     graphs: list[int]
     slots: list[int]
-    variants: int
+    figures: Any
 
 
 def compare(
@@ -117,7 +117,7 @@ def compare(
     place = fxpar.Plan(**plan).mesh.coordinates(dist.get_rank())["pp"]
     proofs = [schedule_of(fxpar.Plan(**plan), count) for count in counts]
     slots = [sum(proof.slots[place]) for proof in proofs]
-    return Compared(plain == graphed, [*graphs, graphed.figures.graphs], slots, graphed.figures.variants)
+    return Compared(plain == graphed, [*graphs, graphed.figures.graphs], slots, graphed.figures)
 
 
 class _SharedMemory(StandInPool):

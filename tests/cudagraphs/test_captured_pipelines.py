@@ -39,7 +39,11 @@ def test_a_whole_step_is_one_graph_on_each_rank(world2: World, plan: dict[str, A
         assert compared.is_equal
         # Steps of four and of six microbatches, each recorded the second time, and evaluations.
         accumulated = options.get("every", 1) > 1
-        assert compared.graphs[-1] == compared.variants >= (2 if accumulated else 2 + bool(options.get("evaluate")))
+        assert (
+            compared.graphs[-1]
+            == compared.figures.variants
+            >= (2 if accumulated else 2 + bool(options.get("evaluate")))
+        )
 
 
 @pytest.mark.matrix

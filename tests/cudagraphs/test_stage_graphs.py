@@ -28,7 +28,8 @@ def test_stages_have_graphs_for_each_slot_of_the_schedule(
         # What a step lacks is there at its end, and past the ramp no further microbatch lacks any.
         assert compared.graphs == [graphs * slots for slots in accumulate(compared.slots, max)]
         assert len(set(compared.slots[2:])) == 1
-        assert compared.variants == 1
+        assert compared.figures.variants == 1
+        assert compared.figures.slots == max(compared.slots)
 
 
 def test_a_slot_has_a_graph_for_each_region(world2: World) -> None:
@@ -43,7 +44,7 @@ def test_a_slot_has_a_graph_for_each_region(world2: World) -> None:
 def test_shapes_of_microbatches_and_evaluations_are_variants_of_slots(world2: World) -> None:
     for compared in world2.run(partial(stages.compare, evaluate=3), (4, 6, 4, 8), INTERLEAVED, (5, 7)):
         assert compared.is_equal
-        assert compared.variants == 3
+        assert compared.figures.variants == 3
 
 
 MORE: list[dict[str, Any]] = [
