@@ -57,6 +57,15 @@ def test_axes_of_several_ranks_are_in_the_graph(world4: World, more: dict[str, A
         assert compared.graphs[-1] == 1
 
 
+@pytest.mark.matrix
+def test_experts_without_drops_stand_between_graphs_of_stages(world4: World) -> None:
+    plan = {"pp": 2, "dp": 2, "ep": 2, "experts": fxpar.Experts("dropless")}
+    job = partial(stages.compare, build=partial(mixtral, layers=2), evaluate=3)
+    for compared in world4.run(job, (4, 4, 6, 4), plan, (8,)):
+        assert compared.is_equal
+        assert compared.graphs[-1] > 2 * compared.figures.slots  # several regions a stage
+
+
 def test_a_message_that_would_overwrite_another_is_refused(world2: World) -> None:
     first, _ = world2.run(stages.crowded)
     assert "an earlier call was broken off between a copy and its use" in first
