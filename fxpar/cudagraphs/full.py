@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fxpar.cudagraphs.graph_cache import CachedGraphs, PartialGraphs, key_of, refuse_uncaptured
+from fxpar.cudagraphs.graph_cache import CachedGraphs, PartialGraphs, key_of_batch, refuse_uncaptured
 from fxpar.cudagraphs.partial import Static
 from fxpar.cudagraphs.pool import Pool, Recording
 from fxpar.cudagraphs.transformer_engine import EngineGraphs
@@ -97,11 +97,7 @@ class FullIterationGraphs(CachedGraphs):
         _refuse(leaves if buffers.is_hooked else {}, options, random.device, waiting)
         moving = [batch.ready.moving(batch.others, batch.others) for batch in batches]
         key: Any = ("iteration", gradients, _state_of(options))
-        for batch, names in zip(batches, moving, strict=True):
-            # Rows of all data ranks are in it, so that all ranks record in the same call. A capture on some
-            # ranks alone would leave the others waiting in its collectives.
-            key += (id(batch.ready), batch.rows, batch.loss, batch.addresses)
-            key += key_of(batch.others, names)
+        key += tuple(key_of_batch(batch) for batch in batches)
         iteration = self.variant(key, lambda pool: Iteration(pool, random, StepResult.copied), None)
         self.enter()
         if iteration is None:
@@ -115,7 +111,7 @@ class FullIterationGraphs(CachedGraphs):
     def evaluate(self, batch: BoundBatch, run: RunEvaluation, random: RandomState, key: Hashable) -> dict[str, Tensor]:
         """Implements `NoGraphs.evaluate`."""
         names = batch.ready.moving(batch.others, batch.others)
-        key = ("evaluation", key, id(batch.ready), batch.rows, batch.addresses, *key_of(batch.others, names))
+        key = ("evaluation", key, *key_of_batch(batch))
         iteration = self.variant(key, lambda pool: Iteration(pool, random, _copies), None)
         self.enter()
         if iteration is None:

@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from fxpar.cudagraphs.partial import GraphedForward, GraphedStep, StageStep
 from fxpar.cudagraphs.pool import Pool, new_pool
@@ -22,7 +23,7 @@ from fxpar.plan.option_groups import CudaGraphs
 from fxpar.runtime.bound_batch import BoundBatch
 from fxpar.runtime.calls import ForwardCalls, LoweredStep, Runnable, StepCalls
 from fxpar.runtime.grad_buffers import Buffers, Waiting
-from fxpar.runtime.graph_modes import GraphFigures, MovingInputs, NoGraphs, Run, RunForward
+from fxpar.runtime.graph_modes import GraphFigures, MovingInputs, NoGraphs, Run, RunEvaluation, RunForward
 from fxpar.runtime.microbatches import StepOptions, StepResult
 from fxpar.runtime.random_state import RandomState
 
@@ -75,17 +76,16 @@ class CachedGraphs(NoGraphs):
         # their first use, none of which a capture may contain.
         return self.in_free_pool(key, make) if self.is_known(key) else plain
 
-    def is_known(self, key: Hashable) -> bool:
-        """Returns whether a call of a key has come before.
+    def is_known(self, *keys: Hashable) -> bool:
+        """Returns whether calls of all these keys have come before.
 
         Raises:
-            InputError: there are as many variants as the plan admits, or the module is closed.
+            InputError: there would be more variants than the plan admits, or the module is closed.
         """
         if self._closed:
             raise InputError("the module is closed", where="close()", remedy="close it behind its last call")
-        if key in self._seen:
-            return True
-        if len(self._seen) >= self.options.variants:
+        new = {*keys} - self._seen
+        if new and len(self._seen) + len(new) > self.options.variants:
             raise InputError(
                 f"has {len(self._seen)} variants of graphs, and this call has other shapes, addresses or modes than "
                 "all of them",
@@ -93,8 +93,8 @@ class CachedGraphs(NoGraphs):
                 remedy="pad batches to few lengths, keep parameters and gradients in their memory, or raise "
                 "cuda_graphs.variants",
             )
-        self._seen.add(key)
-        return False
+        self._seen |= new
+        return not new
 
     def in_free_pool(self, key: Hashable, make: Callable[[Pool], Variant]) -> Variant:
         """Returns what runs calls of a key, in a pool in which nothing is in flight."""
@@ -161,12 +161,17 @@ class PartialGraphs(CachedGraphs):
     ) -> StepResult:
         """Implements `NoGraphs.train`."""
         # In front of the first message: a stage that refused a call would leave the ranks in the middle of a schedule.
-        for batch in batches if self._stages else ():
-            self.is_known((id(batch.ready), batch.rows, *key_of(batch.others, tuple(batch.others))))
+        if self._stages:
+            self.is_known(*(("step", *key_of_batch(batch)) for batch in batches))
         result = super().train(batches, run, options, random, buffers, waiting)
         for stage in self._stages.values():
             stage.record()
         return result
+
+    def evaluate(self, batch: BoundBatch, run: RunEvaluation, random: RandomState, key: Hashable) -> dict[str, Tensor]:
+        """Implements `NoGraphs.evaluate`."""
+        self.is_known(("evaluation", key, *key_of_batch(batch)))
+        return super().evaluate(batch, run, random, key)
 
     @property
     def figures(self) -> GraphFigures:
@@ -233,6 +238,14 @@ def key_of(values: Mapping[str, Any], inputs: Collection[str]) -> tuple[Hashable
     rest = [value for name, value in values.items() if name not in inputs]
     # Strides too: a transposed view has the address of its base, and a graph would read it in the wrong order.
     return shapes, tuple((value.data_ptr(), value.stride()) for value in rest)
+
+
+def key_of_batch(batch: BoundBatch) -> tuple[Hashable, ...]:
+    """Returns what is equal for batches that a graph of one of them can take; its stages ask for no more than this."""
+    # Rows of all data ranks are in it, so that all ranks record in the same call. A capture on some
+    # ranks alone would leave the others waiting in its collectives.
+    names = batch.ready.moving(batch.others, batch.others)
+    return id(batch.ready), batch.rows, batch.loss, batch.addresses, *key_of(batch.others, names)
 
 
 # Those of this process: graphs hold communicators, which must outlive them.

@@ -50,6 +50,14 @@ class Reading(Deep):
         return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
 
 
+def frozen() -> Deep:
+    """A model of which the head alone is trained: no gradient travels between stages."""
+    model = Deep()
+    model.words.requires_grad_(False)
+    model.layers.requires_grad_(False)
+    return model
+
+
 def microbatches(counts: Sequence[int], lengths: tuple[int, ...] = (5,)) -> list[Any]:
     """Steps of so many microbatches of three rows, of these lengths in turn."""
     generator = torch.Generator().manual_seed(1)

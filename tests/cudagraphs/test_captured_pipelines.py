@@ -14,24 +14,29 @@ from tests.runtime.world import World
 
 COPY: dict[str, Any] = {"communication": fxpar.Communication("copy")}
 INTERLEAVED: dict[str, Any] = {"pp": 2, "virtual_stages": 2, "microbatches": 4}
-CASES: list[Any] = [
-    ({"pp": 2, "schedule": "zb_h1", **COPY}, {"evaluate": 3}),
-    (INTERLEAVED, {"inside": True}),
-    *(
-        pytest.param(plan, options, marks=pytest.mark.matrix)
-        for plan, options in [
-            ({"pp": 2, **COPY}, {}),
-            ({"pp": 2, "schedule": "gpipe", **COPY}, {"evaluate": 3}),
-            ({**INTERLEAVED, **COPY}, {"evaluate": 3}),
-            ({"pp": 2, "virtual_stages": 2, "schedule": "zbv", **COPY}, {}),
-            ({"pp": 2, **COPY}, {"every": 2, "set_to_none": False}),
-            ({"pp": 2, "compile": True}, {"build": two_layers}),
-        ]
-    ),
-]
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "zb_h1": ({"pp": 2, "schedule": "zb_h1", **COPY}, {"evaluate": 3}),
+    "frozen": ({"pp": 2, **COPY}, {"build": stages.frozen}),
+    "inside": (INTERLEAVED, {"inside": True}),
+}
+MORE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "1f1b": ({"pp": 2, **COPY}, {}),
+    "gpipe": ({"pp": 2, "schedule": "gpipe", **COPY}, {"evaluate": 3}),
+    "interleaved": ({**INTERLEAVED, **COPY}, {"evaluate": 3}),
+    "zbv": ({"pp": 2, "virtual_stages": 2, "schedule": "zbv", **COPY}, {}),
+    "accumulated": ({"pp": 2, **COPY}, {"every": 2, "set_to_none": False}),
+    "compiled": ({"pp": 2, "compile": True}, {"build": two_layers}),
+    "frozen groups": ({"pp": 2}, {"build": stages.frozen}),
+}
 
 
-@pytest.mark.parametrize(("plan", "options"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        *(pytest.param(*case, id=name) for name, case in CASES.items()),
+        *(pytest.param(*case, id=name, marks=pytest.mark.matrix) for name, case in MORE_CASES.items()),
+    ],
+)
 def test_a_whole_step_is_one_graph_on_each_rank(world2: World, plan: dict[str, Any], options: dict[str, Any]) -> None:
     counts = (4, 4, 6, 4, 6, 4)
     job = partial(stages.compare, impl="full_iteration", **options)

@@ -225,7 +225,7 @@ class CopyChannels(Channels):
                 remedy="choose a schedule with fewer microbatches in flight, as 1f1b, or set Communication('nccl')",
             )
         incoming = Counter(channel.receiver for channel in depths)
-        self._areas = self._line.areas(_AREA, max(incoming.values(), default=0) * self._most * size)
+        self._areas = self._line.areas(_AREA, max(incoming.values(), default=0) * self._most * size or 1)
 
     def _start(self, channel: Channel, values: list[Tensor]) -> tuple[int, list[Tensor]]:
         line, number = self._line, self._sends[channel]

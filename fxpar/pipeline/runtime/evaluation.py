@@ -103,11 +103,12 @@ class Evaluation:
         inputs = {p.node: values[p.node] for p in stage.program.parameters}
         inputs |= {e.node: values[e.node] for e in stage.program.inputs if not received_name(e.path)}
         inputs |= {name: places[name] for name in steps.lowered.places}
-        if stage.received:
+        if stage.number:
             inputs |= dict(zip(stage.received.values(), self._taken(channels, call, stage, before), strict=True))
         names = (*(name for name in requested if name in stage.program.outputs), *stage.sent)
         outputs = steps.outputs(call.sizes, names, inputs, call.rows)
-        if stage.sent and self._rank_of[stage.number + 1] != self._world.place:
+        last = len(self._rank_of) - 1
+        if stage.number < last and self._rank_of[stage.number + 1] != self._world.place:
             message = Message(Kind.ACTIVATION, stage.number, stage.number + 1, 0)
             channels.send(message, [outputs.pop(name) for name in stage.sent])
         return outputs

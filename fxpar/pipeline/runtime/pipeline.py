@@ -291,7 +291,7 @@ class _PipelineStep:
         stage, steps = self._stage(action)
         call = self.calls[action.microbatch]
         values = self._sources(action, stage, steps)
-        if stage.received:
+        if stage.number:
             taken = self._take(action, Kind.ACTIVATION, stage.number - 1, received_parts(stage, call.sizes))
             values |= dict(zip(stage.received.values(), taken, strict=True))
         leaves = frozenset(call.leaves) & {p.fqn for p in stage.program.parameters}
@@ -304,7 +304,7 @@ class _PipelineStep:
             self.losses[action.microbatch] = pending.outputs[call.loss]
             if COUNT in stage.program.outputs:
                 self.counts[action.microbatch] = pending.outputs[COUNT]
-        if stage.sent:
+        if action.stage + 1 < self.schedule.stages:
             self._give(action, Kind.ACTIVATION, [pending.outputs[name] for name in stage.sent])
         self._new.add(pending.outputs)
         pending.release(stage.sent)
@@ -330,14 +330,15 @@ class _PipelineStep:
         call, pending = self.calls[action.microbatch], self._flying[action.stage, action.microbatch]
         tangents: dict[str, Tensor] = {}
         names = [name for name in stage.tangents if name in stage.sent]
-        if names:
+        # Messages without a part travel too, as where all before a stage is frozen: receipts follow from them.
+        if action.stage + 1 < self.schedule.stages:
             nodes = stage.program.output_nodes()
             shapes = [part_of(stage.program, nodes[name].name, call.sizes) for name in names]
             tangents |= dict(zip(names, self._take(action, Kind.GRADIENT, stage.number + 1, shapes), strict=True))
         if call.loss in stage.tangents:
             tangents[call.loss] = self._share(action.microbatch, pending.outputs[call.loss])
         gradients = pending.input_backward(tangents)
-        if stage.returned:
+        if stage.number:
             self._give(action, Kind.GRADIENT, [gradients[name] for name in stage.returned.values()])
 
     def _share(self, microbatch: int, loss: Tensor) -> Tensor:
