@@ -376,7 +376,7 @@ def alarm_of(module: int, rank: int, size: int) -> Alarm:
 
 
 def retire(alarm: Alarm) -> None:
-    """Stops listening for a module that this rank has done with, and has the others told; takes no time."""
+    """Stops listening for a module that this rank has done with, and lets the others know; takes no time."""
     # Something of the module may outlive it, a parameter say, and with it the alarm. The connections of its groups are
     # closed by then, for which it would call the roll again and again, until a rank that is busy answers late.
     alarm.is_retired = True

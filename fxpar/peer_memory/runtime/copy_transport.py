@@ -33,9 +33,9 @@ from fxpar.peer_memory.runtime.device import GpuSymmetricBuffer, allow_while_cap
 from fxpar.plan.plan import Plan
 from fxpar.runtime.world import World
 
-# Measured on four H200.
-# A captured step of GPT 4.2B took 150.2 ms through NCCL and 154.4 by copies.
+# The ranks of a pipeline, which send each other messages and no sums.
 _LINE = "pp"
+# On four H200 a captured step of GPT 4.2B took 150.2 ms through NCCL and 154.4 by copies.
 _NOT_FASTER = "NCCL is faster between more than two GPUs (Communication('copy') copies all the same)"
 
 
