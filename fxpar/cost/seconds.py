@@ -216,7 +216,7 @@ def estimates(program: Program, sizes: Mapping[str, int] | None = None) -> Estim
     values = symbol_sizes(program, sizes)
     rate = program.plan.cost.flops
     products = {
-        node: evaluate(flops, values) * computed_part(node, program.axes) / (rate * _filled(program, node, values))
+        node: evaluate(flops, values) * computed_part(node, program.axes) / (rate * filled_part(program, node, values))
         for node, flops in matmul_flops(program)
     }
     return Estimates(sends, products)
@@ -236,8 +236,12 @@ def _sending(program: Program, sent: Collective, how: Note) -> Sending:
     return Sending(sent, alone + cost.copy_latency, carried + cost.copy_latency)
 
 
-def _filled(program: Program, node: fx.Node, values: Mapping[str, int]) -> float:
-    """Returns the part of its time in which a product computes; 1 where it is none of two matrices."""
+def filled_part(program: Program, node: fx.Node, values: Mapping[str, int]) -> float:
+    """Returns the part of its time in which a product computes; 1 where it is none of two matrices.
+
+    Args:
+        values: of the symbols, as of `fxpar.cost.communication.symbol_sizes`.
+    """
     if str(node.target) not in _OF_TILES:
         return 1.0
     shape = local_shape(tensor_type(node).shape, output_layouts(node)[0], program.axes)

@@ -13,19 +13,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+import torch
 from torch import fx
 
 from fxpar.cost.communication import symbol_sizes, value_bytes
 from fxpar.cost.flops import computed_part, matmul_flops
 from fxpar.cost.parameter_memory import held_bytes, local_elements
-from fxpar.cost.seconds import access_seconds, materialised, product_seconds
+from fxpar.cost.seconds import access_seconds, filled_part, materialised, product_seconds
 from fxpar.ir.grad_flow import summed, weights_of
-from fxpar.ir.program import Program, ScalarType, note, operands, output_layouts, output_types
+from fxpar.ir.program import Program, ScalarType, note, operands, output_layouts, output_types, tensor_type
 from fxpar.ir.stages import crossings, holders, is_transfer, stage_of
 from fxpar.layout.layout import P
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops.collectives import sum_gradients
 from fxpar.ops.operator import Operator
+
+aten = torch.ops.aten
 
 # A value of parameters alone is computed again where it has at most so many times their bytes.
 MOST_OF_PARAMETERS = 8
@@ -106,7 +109,10 @@ class Divisible:
 
     @cached_property
     def seconds(self) -> list[float]:
-        """Returns the seconds of each operation in the order, forward and backward."""
+        """Returns the seconds of each operation in the order, forward and backward.
+
+        A product of few rows fills fewer multiprocessors: layers of small microbatches are longer next to the head.
+        """
         cost, axes = self.program.plan.cost, self.program.axes
         products = dict(matmul_flops(self.program))
         owned = self.program.placeholders()
@@ -115,8 +121,10 @@ class Divisible:
         seconds = []
         for node in self.order:
             flops = evaluate(products[node], self._sizes) if node in products else 0
-            compute_seconds = product_seconds(flops, computed_part(node, axes), cost) if flops else 0.0
-            seconds.append(compute_seconds + (access_seconds(self.bytes_of(node), 1, cost) if node in stored else 0.0))
+            part = computed_part(node, axes) / filled_part(self.program, node, self._sizes) if flops else 0.0
+            is_stored = node in stored and not (self.program.plan.compile and _widens(node))
+            accessed = access_seconds(self.bytes_of(node), 1, cost) if is_stored else 0.0
+            seconds.append(product_seconds(flops, part, cost) + accessed)
         return seconds
 
     @cached_property
@@ -155,6 +163,13 @@ class Divisible:
         products = {node for node, _ in matmul_flops(self.program)}
         stored = materialised(self.program, products, set())
         return [float(self.bytes_of(node)) if node in stored else 0.0 for node in self.order]
+
+
+def _widens(node: fx.Node) -> bool:
+    """Returns whether it casts to a larger type: compiled, the kernel that reads the result does, as no product can."""
+    if node.target is not aten._to_copy.default:
+        return False
+    return tensor_type(node).dtype.itemsize > tensor_type(node.all_input_nodes[0]).dtype.itemsize
 
 
 def divisible(program: Program) -> Divisible:
