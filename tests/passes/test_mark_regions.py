@@ -141,8 +141,9 @@ def _has_counted_rows(step: Program, name: str) -> bool:
     return not names(size for kind in kinds for size in kind.shape).isdisjoint(counted)
 
 
-# Permuted tokens, how many come of each source, where each pair stands, how many travel; then weights and residual.
-OF_ROWS = ["getitem", "moe_permute_default", "permute_default", "split_sizes", "add"]
+# Permuted tokens, where each pair stands, how many travel, where those that come stand, how many of them each expert
+# gets; then weights and residual.
+OF_ROWS = ["getitem", "moe_permute_default", "split_sizes", "view_default", "getitem", "add"]
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class Dispatch:
         self.program, self.region, self.limit = program, region, limit
         self.emit, axes = Emitter(program.graph, region.sort), program.mesh.holders
         self.dropped = limit.dropped(self.emit) if limit is not None and axes else None
-        self.local_experts, self.bound = _local_experts(region, prod(axes.values())), _bound(program, region, limit)
+        self.local_experts, self.bound = region.experts_of_each(prod(axes.values())), _bound(program, region, limit)
         (indices,) = operands(region.sort)
         tokens, where = tensor_type(indices).shape[0], describe(region.sort)
         self.cut = token_cut(program, self.emit, tokens, where, shared=self._has_all_tokens())
@@ -455,12 +455,13 @@ class AllGatherDispatch(Dispatch):
 class DroplessDispatch(Dispatch):
     """Rows travel as they are sorted, as many as there are; a holder receives them by source.
 
-    How many there are is copied to the host while rows are taken, and the order of what arrived is made while they
-    travel::
+    How many there are is copied to the host while rows are taken. The order of what will arrive is made meanwhile, for
+    as many rows as might: so it is of a fixed size, and a graph can hold it::
 
         %sizes = fxpar.split_sizes(%order, %counts, %counts_received) : i64[2, 5]
+        %most, %counts_here = fxpar.arrived_order.default(%counts_received, %bound) : i64[2, 4*n], i64[2, 2]
         %there = fxpar.send_rows[dp](%rows, %sizes) : f32[2, r, 64]
-        %by_expert, %counts_here = fxpar.arrived_order.default(%counts_received, %r) : i64[2, r], i64[2, 2]
+        %by_expert = fxpar.resize_rows.default(%most_view, %r, -1) : i64[2, r, 1]
     """
 
     def _has_all_tokens(self) -> bool:
@@ -473,6 +474,13 @@ class DroplessDispatch(Dispatch):
         self._received = self._exchange_counts(counts)
         args, kind = (self._indices, counts, self._received), _integers(*self.source_dims, 2 * self.holders.ranks + 1)
         self._sizes, self._axis = self.emit.call(split_sizes, args, kind), "-".join(self.holders.axes)
+        dims, sources, lead = self.holder_dims, self.holders.sources, len(self.source_dims)
+        most_rows = simplify(sources * tensor_type(self._indices).shape[lead])
+        kinds = _integers(*dims, most_rows), _integers(*dims, self.local_experts)
+        most = self.emit.number(operator.mul, self.emit.size(self._indices, lead), sources)
+        order, self._counts = self.emit.several(fxp.arrived_order.default, (self._received, most), kinds)
+        self._most_order = self.emit.view(order, (*dims, -1, 1), (*tensor_type(order).shape, 1))
+        self.load = self._counts
         symbols, rows = self.program.symbols, simplify(self._tokens[1] * self.region.k)
         taken = {node.name for node in self.program.graph.nodes}
         taken |= {*(s.name for s in symbols), *(s.name for s in self.program.counted)}
@@ -508,11 +516,12 @@ class DroplessDispatch(Dispatch):
         received = self.emit.call(send_rows, (rows, self._sizes), kind, axis=self._axis)
         if not self._has_arrived:
             # A view takes the number of rows: where none came, torch could not tell what -1 is.
-            self._row_count = self._viewed_rows = self.emit.size(received, len(self.holder_dims))
-            kinds = _integers(*self._holder_rows), _integers(*self.holder_dims, self.local_experts)
-            args = self._received, self._row_count
-            self._expert_order, self._counts = self.emit.several(fxp.arrived_order.default, args, kinds)
-            self.load, self._has_arrived = self._counts, True
+            dims, shape = self.holder_dims, self._holder_rows
+            self._row_count = self._viewed_rows = self.emit.size(received, len(dims))
+            order = self.emit.call(
+                fxp.resize_rows.default, (self._most_order, self._row_count, -1), _integers(*shape, 1)
+            )
+            self._expert_order, self._has_arrived = self.emit.view(order, (*dims, self._row_count), shape), True
         return self._sorted_by_expert(received)
 
     def combine(self, rows: fx.Node) -> fx.Node:
@@ -578,18 +587,6 @@ def _bound(program: Program, region: Routed, limit: Limit | None) -> tuple[Fract
         bounds["budget"] = region.k * as_written(budget) / ranks
     reason = min(bounds, key=bounds.__getitem__)  # of equal ones the first, which is exact
     return bounds[reason], reason
-
-
-def _local_experts(region: Routed, ranks: int) -> int:
-    """Returns how many experts each holder has."""
-    local_experts = divide(region.experts, ranks)
-    if local_experts is None:
-        raise PlanError(
-            f"{region.experts} experts are not shared out evenly by {ranks} ranks",
-            where=describe(region.sort),
-            remedy=f"choose an ep that divides {region.experts}",
-        )
-    return int(local_experts)
 
 
 def _like(value: fx.Node, *shape: Size) -> TensorType:

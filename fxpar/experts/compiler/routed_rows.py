@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 from torch import fx
 
-from fxpar.errors import PassError
+from fxpar.errors import PassError, PlanError
 from fxpar.ir.program import Program, describe, operands, output_types, tensor_type
 from fxpar.rules import bind_arguments
 from fxpar.rules.table import rule_of
@@ -69,6 +69,21 @@ class Routed:
     puts: frozenset[fx.Node]
     grouped: frozenset[fx.Node]
     on_holders: frozenset[fx.Node]
+
+    def experts_of_each(self, ranks: int) -> int:
+        """Returns how many experts each of so many ranks has.
+
+        Raises:
+            PlanError: they are not shared out evenly.
+        """
+        experts, rest = divmod(self.experts, ranks)
+        if rest:
+            raise PlanError(
+                f"{self.experts} experts are not shared out evenly by {ranks} ranks",
+                where=describe(self.sort),
+                remedy=f"choose an ep that divides {self.experts}",
+            )
+        return experts
 
     @property
     def rows(self) -> frozenset[fx.Node]:
