@@ -55,8 +55,8 @@ def parallelize(
             delete it to free its memory. A model built under `torch.device("meta")` is never whole. Its modules are
             initialised one by one on the run's device, as `fxpar.materialize(model, plan.seed, device)` does.
         plan: how to split; its world size must be the number of processes.
-        example: a batch as `train_step` will see it (a mapping, a tuple or a tensor), with at least two samples. Only
-            its structure, its types and which sizes are equal matter.
+        example: a batch as `train_step` will see it (a mapping, a tuple or a tensor), with at least two samples. Its
+            structure, its types and which sizes are equal matter. Costs are those of its sizes.
         loss: a callable `(outputs, batch) → scalar` traced with the model, the name of a scalar output, or None. None
             takes the output `loss`, or else the only scalar output.
         passes: the compiler's passes in order; see `fxpar.passes`.

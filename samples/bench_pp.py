@@ -10,6 +10,7 @@ the schedule `alone` is one process that adds up the gradients of the microbatch
 `bench_tp.py`, the batch is cut into the microbatches. *Bubble* is what the schedule leaves idle where all stages take
 equally long, by its simulation (a forward 1, each part of a backward 1). A step's time is the slowest rank's median.
 With `--profile` the milliseconds in which a rank's GPU computed nothing, its communication apart, are there too.
+A launch of a large graph waits while the device's queue is full, so the queue is made four times as large.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ import fxpar
 from fxpar.pipeline.compiler.builtin_schedules import build_schedule
 from fxpar.pipeline.compiler.simulation import verified
 from samples.bench_tp import _TINY, MODELS, build, run_all, time_steps, where_time_goes
+
+os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
 
 
 def bubble(schedule: str, pp: int, virtual: int, microbatches: int) -> float:
@@ -63,8 +66,10 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
         communication=fxpar.Communication(options.transport),
     )
     ids = torch.randint(0, size.options["vocab_size"], (size.batch, size.sequence), generator=torch.Generator())
+    # As large as a microbatch, with at least two samples: by its sizes stages are balanced.
+    example = ids[: max(2, size.batch // microbatches)]
     start = time.perf_counter()
-    model = fxpar.parallelize(build(size, 0.0), plan, {"input_ids": ids, "labels": ids})
+    model = fxpar.parallelize(build(size, 0.0), plan, {"input_ids": example, "labels": example})
     device = model.world.device
     batch = {"input_ids": ids.to(device), "labels": ids.to(device)}
 
