@@ -177,8 +177,12 @@ class PartialGraphs(CachedGraphs):
     def figures(self) -> GraphFigures:
         """Implements `NoGraphs.figures`; of a pipeline over the stages of this rank."""
         parts = [super().figures, *(stage.figures for stage in self._stages.values())]
-        columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(GraphFigures)}
-        return GraphFigures(**{name: (max if name == "variants" else sum)(column) for name, column in columns.items()})
+
+        def together(name: str) -> Any:
+            first, *rest = (getattr(part, name) for part in parts)
+            return first + (max(rest, default=0) if name == "variants" else sum(rest))
+
+        return GraphFigures(**{field.name: together(field.name) for field in fields(GraphFigures)})
 
     def close(self) -> None:
         """Implements `NoGraphs.close`."""

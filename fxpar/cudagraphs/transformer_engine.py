@@ -1,7 +1,8 @@
 """Graphs by Transformer Engine's `make_graphed_callables`.
 
 Enters: the calls of a step, of which a graph can hold all. Leaves: the same as a function that Transformer Engine has
-captured, forward and backward, as one node of autograd.
+captured, forward and backward, as one node of autograd. Of a pipeline a rank captures all microbatches of its stages,
+in the order of its schedule.
 
 It warms functions up by running them, so gradients are placed only while a graph is captured.
 """
@@ -9,66 +10,99 @@ It warms functions up by running them, so gradients are placed only while a grap
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Hashable, Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxpar.cudagraphs.graph_cache import PartialGraphs, refuse_uncaptured
+from fxpar.cudagraphs.graph_cache import PartialGraphs, StageGraphs, key_of, key_of_batch, refuse_uncaptured
 from fxpar.cudagraphs.partial import Noting, copied
 from fxpar.cudagraphs.pool import Flight, Pool
 from fxpar.errors import InputError
 from fxpar.plan.option_groups import CudaGraphs
+from fxpar.runtime.bound_batch import BoundBatch
 from fxpar.runtime.calls import GradientSink, LoweredStep, Runnable, StepCalls, Values
-from fxpar.runtime.graph_modes import MovingInputs
+from fxpar.runtime.grad_buffers import Buffers, Waiting
+from fxpar.runtime.graph_modes import MovingInputs, NoGraphs, Run
+from fxpar.runtime.microbatches import StepOptions, StepResult
+from fxpar.runtime.random_state import RandomState
 
 _WHERE = "CudaGraphs('transformer_engine')"
-_FLIGHT, _OUTPUTS = "flight", "outputs"
+# Of gradients whose memory it gives on.
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FLIGHT, _OUTPUTS, _GRADIENTS = "flight", "outputs", "gradients"
+
+
+class _Captured:
+    """Forward and backward as Transformer Engine captures them.
+
+    Args:
+        calls: what they do.
+        inputs: names of the values whose addresses change from call to call.
+
+    Attributes:
+        values: of the program's inputs, by name.
+        sizes: of the call, by symbol.
+        handles: tensors of which autograd asks the gradients.
+    """
+
+    def __init__(self, calls: StepCalls, inputs: Collection[str]) -> None:
+        self.calls, self.inputs = calls, tuple(inputs)
+        self.outputs = tuple(calls.step.results)
+        self.values: Values = {}
+        self.sizes: Mapping[str, int] = {}
+        self.handles: tuple[Tensor, ...] = ()
+
+    def outputs_of(self, inputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], Values]:
+        """Runs the forward; as `Runnable.forward`."""
+        return self.calls.forward(self.values | dict(zip(self.inputs, inputs, strict=True)), self.sizes)
+
+    def gradients_of_handles(self, saved: Values, tangents: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        """Runs the backward; as for `Runnable.input_backward`."""
+        raise NotImplementedError
 
 
 class _StepFunction(torch.autograd.Function):
-    """Forward and backward of a step, whose gradients are no results of autograd's."""
+    """Forward and backward of a step, whose gradients are those of its handles."""
 
     @staticmethod
-    def forward(ctx: Any, owner: EngineStep, handle: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Returns the outputs; `handle` is what autograd asks a gradient of."""
-        outputs, ctx.saved = owner.calls.forward(
-            owner.values | dict(zip(owner.inputs, inputs, strict=True)), owner.sizes
-        )
-        ctx.owner = owner
-        return tuple(outputs[name] for name in owner.outputs)
+    def forward(ctx: Any, step: _Captured, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Returns the outputs; the handles come first."""
+        outputs, ctx.saved = step.outputs_of(tensors[len(step.handles) :])
+        ctx.step = step
+        return tuple(outputs[name] for name in step.outputs)
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns zero; the gradients are put aside."""
-        owner = ctx.owner
-        names = owner.calls.step.tangents
-        named = dict(zip(owner.outputs, tangents, strict=True))
-        place = owner.placing if torch.cuda.is_current_stream_capturing() else None
-        owner.calls.input_backward(ctx.saved, {name: named[name].contiguous() for name in names}, place)
-        owner.gradients = owner.calls.weight_backward(ctx.saved)
-        return None, torch.zeros((), device=tangents[0].device), *[None for _ in owner.inputs]
+        """Returns the gradients of the handles."""
+        # Kept by nobody else: what a backward leaves unused, graphs that are captured later take.
+        saved, ctx.saved = ctx.saved, None
+        step = ctx.step
+        named = dict(zip(step.outputs, tangents, strict=True))
+        like = {name: named[name].contiguous() for name in step.calls.step.tangents}
+        return None, *step.gradients_of_handles(saved, like), *[None for _ in step.inputs]
 
 
 class _StepModule(nn.Module):
     """A step as Transformer Engine takes it."""
 
-    def __init__(self, owner: EngineStep) -> None:
+    def __init__(self, step: _Captured) -> None:
         super().__init__()
-        self._owner = owner
+        self._step = step
 
-    def forward(self, handle: Tensor, *inputs: Tensor) -> Any:
+    def forward(self, *tensors: Tensor) -> Any:
         """Returns the outputs."""
-        return _StepFunction.apply(self._owner, handle, *inputs)  # type: ignore[no-untyped-call]
+        return _StepFunction.apply(self._step, *tensors)  # type: ignore[no-untyped-call]
 
 
-class EngineStep:
+class EngineStep(_Captured):
     """A step as graphs of Transformer Engine's; a `fxpar.runtime.calls.Runnable`.
 
     Args:
-        calls: what it does.
-        inputs: names of the values whose addresses change from call to call.
+        calls, inputs: as for `_Captured`.
         pool: in which no other flight may be meanwhile.
 
     Attributes:
@@ -77,16 +111,13 @@ class EngineStep:
     """
 
     def __init__(self, calls: StepCalls, inputs: Collection[str], pool: Pool) -> None:
-        self.calls, self.inputs, self.whole = calls, tuple(inputs), calls.whole
-        self.outputs = tuple(calls.step.results)
-        self.values: Values = {}
-        self.sizes: Mapping[str, int] = {}
+        super().__init__(calls, inputs)
+        self.whole = calls.whole
         self.placing: GradientSink | None = None
         self._placed: list[Tensor] = []
         self.gradients: dict[str, Tensor] = {}
         self._pool = pool
         self._graphed: Any = None
-        self._handle: Tensor | None = None
 
     @property
     def graphs(self) -> int:
@@ -101,7 +132,7 @@ class EngineStep:
             outputs, saved = self.calls.forward(values, sizes)
             return outputs, {**saved, _FLIGHT: flight}
         with torch.enable_grad():
-            tensors = self._graphed(self._handle, *(values[name] for name in self.inputs))
+            tensors = self._graphed(*self.handles, *(values[name] for name in self.inputs))
         outputs = dict(zip(self.outputs, tensors, strict=True))
         return {name: value.detach().clone() for name, value in outputs.items()}, {_OUTPUTS: outputs, _FLIGHT: flight}
 
@@ -114,9 +145,8 @@ class EngineStep:
             return self.calls.input_backward(saved, tangents, place)
         outputs = saved.pop(_OUTPUTS)
         names = list(tangents)
-        assert self._handle is not None
-        # Autograd only carries the call: gradients were placed inside of the graph, and the handle's own is zero.
-        torch.autograd.grad([outputs[name] for name in names], [self._handle], [tangents[name] for name in names])
+        # Autograd only carries the call: gradients were placed inside of the graph, and that of the handle is zero.
+        torch.autograd.grad([outputs[name] for name in names], self.handles, [tangents[name] for name in names])
         return {}
 
     def weight_backward(self, saved: Values) -> dict[str, Tensor]:
@@ -130,27 +160,289 @@ class EngineStep:
         self._pool.flight = None
         return gradients
 
-    def _capture(self) -> None:
-        engine = _engine()
-        device = next(iter(self.values.values())).device
-        self._handle = torch.zeros((), device=device, requires_grad=True)
-        sample = tuple(self.values[name].clone() for name in self.inputs)
+    def gradients_of_handles(self, saved: Values, tangents: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        """Implements `_Captured.gradients_of_handles`; puts the gradients aside."""
+        place = self.placing if torch.cuda.is_current_stream_capturing() else None
+        self.calls.input_backward(saved, tangents, place)
+        self.gradients = self.calls.weight_backward(saved)
+        return [torch.zeros_like(handle) for handle in self.handles]
 
-        with torch.enable_grad():
-            module = _StepModule(self)
-            self._graphed = engine.make_graphed_callables(module, (self._handle, *sample), allow_unused_input=True)
+    def _capture(self) -> None:
+        device = next(iter(self.values.values())).device
+        self.handles = (torch.zeros((), device=device, requires_grad=True),)
+        sample = (*self.handles, *(self.values[name].clone() for name in self.inputs))
+        self._graphed = _graphed(self._pool, device, _StepModule(self), sample)
 
     def reset(self) -> None:
         """Frees the graphs and what they hold."""
         self._graphed, self.values, self.gradients, self.placing, self._placed = None, {}, {}, None, []
 
 
+# Stages of a pipeline.
+
+
+class _EngineStage(_Captured):
+    """A stage of a pipeline, whose gradients leave it as those of its handles.
+
+    Args:
+        key: equal for calls of which graphs are the same.
+        calls, inputs: as for `_Captured`.
+    """
+
+    def __init__(self, key: Hashable, calls: StepCalls, inputs: Collection[str]) -> None:
+        super().__init__(calls, inputs)
+        self.key = key
+        self.gradients = tuple(dict.fromkeys((*calls.step.returned.values(), *calls.gives)))
+
+    def shape_handles(self, saved: Values) -> None:
+        """Makes a handle for each gradient, of its shape and without memory.
+
+        Autograd then leaves dense gradients where the backward has written them.
+        """
+        handles = []
+        for gradient in (saved[name] for name in self.gradients):
+            handle = gradient.new_empty(gradient.shape)
+            handle.untyped_storage().resize_(0)
+            handles.append(handle.requires_grad_())
+        self.handles = tuple(handles)
+
+    def sample(self) -> tuple[Tensor, ...]:
+        """Returns what it is captured with."""
+        return (*self.handles, *(self.values[name].clone() for name in self.inputs))
+
+    def outputs_of(self, inputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], Values]:
+        """Implements `_Captured.outputs_of`."""
+        # Dense: of a tensor whose memory it gives on, Transformer Engine keeps address and shape, and no strides.
+        # The handles have the same of gradients.
+        outputs, saved = super().outputs_of(inputs)
+        return {name: value.contiguous() for name, value in outputs.items()}, saved
+
+    def gradients_of_handles(self, saved: Values, tangents: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        """Implements `_Captured.gradients_of_handles`."""
+        named = {**self.calls.input_backward(saved, tangents), **self.calls.weight_backward(saved)}
+        return [named[name] for name in self.gradients]
+
+
+class _Microbatch:
+    """A microbatch of a stage; a `fxpar.runtime.calls.Runnable`.
+
+    Args:
+        steps: of which it is a part.
+        number: of the stage.
+        graphed: forward and backward as Transformer Engine has captured them; None where they run as they are.
+    """
+
+    whole = False
+
+    def __init__(self, steps: EngineSchedule, number: int, graphed: Any) -> None:
+        self._stage, self._graphed = steps.stages[number], graphed
+        self._order, self._number = steps.order, number
+
+    def forward(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], Values]:
+        """Implements `Runnable.forward`."""
+        stage = self._stage
+        if self._graphed is None:
+            self._order.append((self._number, 1))
+            stage.values, stage.sizes = dict(values), sizes
+            return stage.calls.forward(values, sizes)
+        with torch.enable_grad():
+            tensors = self._graphed(*stage.handles, *(values[name] for name in stage.inputs))
+        outputs = dict(zip(stage.outputs, tensors, strict=True))
+        return {name: value.detach().clone() for name, value in outputs.items()}, {_OUTPUTS: outputs}
+
+    def input_backward(
+        self, saved: Values, tangents: Mapping[str, Tensor], place: GradientSink | None = None
+    ) -> dict[str, Tensor]:
+        """Implements `Runnable.input_backward`; returns copies, which are sent while the next graph runs."""
+        stage = self._stage
+        if self._graphed is None:
+            return stage.calls.input_backward(saved, tangents, place)
+        outputs, names = saved.pop(_OUTPUTS), list(tangents)
+        gradients: Sequence[Tensor] = ()
+        if stage.handles:
+            ends = [outputs[name] for name in names]
+            gradients = torch.autograd.grad(ends, stage.handles, [tangents[name] for name in names])
+        saved[_GRADIENTS] = named = dict(zip(stage.gradients, gradients, strict=True))
+        return {name: named[name].clone() for name in stage.calls.step.returned.values()}
+
+    def weight_backward(self, saved: Values) -> dict[str, Tensor]:
+        """Implements `Runnable.weight_backward`; without copies, as the pipeline adds gradients up at once."""
+        stage = self._stage
+        if self._graphed is None:
+            gradients = stage.calls.weight_backward(saved)
+            self._order.append((self._number, -1))
+            if not stage.handles:
+                stage.shape_handles(saved)
+            return gradients
+        named = saved.pop(_GRADIENTS)
+        return {name: named[name] for name in stage.calls.gives}
+
+
+class EngineSchedule:
+    """What a rank runs in a step of a pipeline: forwards and backwards of its stages in order, each with a graph.
+
+    The first step runs as it is, and its order is that of the graphs. Transformer Engine captures them in this order.
+    It gives the memory that a backward leaves to graphs after it. So there are as many sets of inputs as microbatches
+    are in flight at once.
+
+    Args:
+        pool: that counts what graphs cost.
+        device: on which they run.
+
+    Attributes:
+        stages: those that have run, by number.
+        order: for each forward and backward the number of its stage, and 1 or -1.
+    """
+
+    def __init__(self, pool: Pool, device: torch.device) -> None:
+        self.stages: dict[int, _EngineStage] = {}
+        self.order: list[tuple[int, int]] = []
+        self._pool, self._device = pool, device
+        self._graphed: dict[int, Sequence[Any]] = {}
+        self._started: Counter[int] = Counter()
+
+    @property
+    def graphs(self) -> int:
+        """Returns how many graphs there are."""
+        return sum(2 * len(graphed) for graphed in self._graphed.values())
+
+    @property
+    def numbers(self) -> list[int]:
+        """Returns the order as Transformer Engine takes it: c for a forward of chunk c - 1, -c for its backward."""
+        chunks = {number: chunk for chunk, number in enumerate(sorted(self.stages), 1)}
+        return [chunks[number] * sign for number, sign in self.order]
+
+    def start(self) -> None:
+        """Begins a step."""
+        self._started.clear()
+
+    def microbatch(self, number: int, key: Hashable, calls: StepCalls, inputs: Collection[str]) -> Runnable:
+        """Returns what runs the next microbatch of a stage.
+
+        Raises:
+            InputError: it does something else than those before it.
+        """
+        stage = self.stages.setdefault(number, _EngineStage(key, calls, inputs))
+        if stage.key != key:
+            raise _differs(f"stage {number}")
+        graphed = self._graphed[number][self._started[number]] if self._graphed else None
+        self._started[number] += 1
+        return _Microbatch(self, number, graphed)
+
+    def capture(self) -> None:
+        """Captures what has run as it is, when no microbatch is in flight."""
+        if self._graphed:
+            return
+        stages = [self.stages[number] for number in sorted(self.stages)]
+        wrong = next((h.dtype for stage in stages for h in stage.handles if h.dtype not in _TYPES), None)
+        if wrong is not None:
+            raise InputError(
+                f"Transformer Engine captures no pipeline whose gradients are {wrong}",
+                where=_WHERE,
+                remedy="train in float32, bfloat16 or float16, or set CudaGraphs('partial')",
+            )
+        count = len(self.order) // len(stages) // 2
+        # A list: Transformer Engine puts into it which inputs several microbatches share.
+        samples = [stage.sample() for stage in stages for _ in range(count)]
+        graphed = _graphed(
+            self._pool,
+            self._device,
+            tuple(_StepModule(stage) for stage in stages),
+            samples,
+            _order=self.numbers,
+            _num_layers_per_chunk=[1] * len(stages),
+            _reuse_graph_input_output_buffers=True,
+        )
+        self._graphed = {n: graphed[i * count : (i + 1) * count] for i, n in enumerate(sorted(self.stages))}
+        static = {id(value): value.untyped_storage().nbytes() for sample in samples for value in sample}
+        self._pool.static_bytes += sum(static.values())
+        for stage in stages:  # parameters stay: graphs read their addresses
+            stage.values = {name: value for name, value in stage.values.items() if name not in stage.inputs}
+
+    def reset(self) -> None:
+        """Frees the graphs and what they hold."""
+        for graphed in self._graphed.values():
+            for function in graphed:
+                function.reset()
+        self._graphed, self.stages = {}, {}
+
+
+def _differs(where: str) -> InputError:
+    return InputError(
+        "differs from another microbatch of the step in shapes or sizes, and Transformer Engine has inputs of one "
+        "shape",
+        where=where,
+        remedy="pass microbatches of equal shapes (pad them), or set CudaGraphs('partial')",
+    )
+
+
+class EngineStageGraphs(StageGraphs):
+    """Graphs of a pipeline's stage, whose steps Transformer Engine captures.
+
+    Args:
+        options, device: as for `CachedGraphs`.
+        number: of the stage.
+        schedule: gives the step that runs.
+    """
+
+    def __init__(
+        self, options: CudaGraphs, device: torch.device, number: int, schedule: Callable[[], EngineSchedule]
+    ) -> None:
+        super().__init__(options, device)
+        self._number, self._schedule = number, schedule
+
+    def step(self, calls: StepCalls, values: Mapping[str, Any], inputs: MovingInputs, key: Hashable) -> Runnable:
+        """Implements `NoGraphs.step`."""
+        moving = inputs()
+        return self._schedule().microbatch(self._number, (id(calls), *key_of(values, moving), key), calls, moving)
+
+
 class EngineGraphs(PartialGraphs):
-    """Forward and backward of a batch are captured by Transformer Engine."""
+    """Forward and backward of a batch are captured by Transformer Engine; of a pipeline those of all microbatches."""
 
     def __init__(self, options: CudaGraphs, device: torch.device, enter: Callable[[], None] = lambda: None) -> None:
         check_engine(device)
         super().__init__(options, device, enter)
+        self._schedule: EngineSchedule | None = None
+
+    def stage(self, number: int) -> NoGraphs:
+        """Implements `NoGraphs.stage`."""
+        if number not in self._stages:
+            self._stages[number] = EngineStageGraphs(self.options, self._device, number, self._running)
+        return self._stages[number]
+
+    def _running(self) -> EngineSchedule:
+        assert self._schedule is not None, "stages run in a step"
+        return self._schedule
+
+    def train(
+        self,
+        batches: Sequence[BoundBatch],
+        run: Run,
+        options: StepOptions,
+        random: RandomState,
+        buffers: Buffers,
+        waiting: Waiting,
+    ) -> StepResult:
+        """Implements `NoGraphs.train`.
+
+        Raises:
+            InputError: microbatches of a pipeline differ.
+        """
+        if not self._stages:
+            return super().train(batches, run, options, random, buffers, waiting)
+        # In front of the first message, as any refusal.
+        kinds = [key_of_batch(batch) for batch in batches]
+        for index, kind in enumerate(kinds):
+            if kind != kinds[0]:
+                raise _differs(f"microbatch {index}")
+        key = ("step", len(batches), *kinds[0])
+        self.is_known(key)
+        self._schedule = self.in_free_pool(key, lambda pool: EngineSchedule(pool, self._device))
+        self._schedule.start()
+        result = run(batches, random.draw)
+        self._schedule.capture()
+        return result
 
     def check(self, step: LoweredStep) -> None:
         """Implements `NoGraphs.check`."""
@@ -163,6 +455,17 @@ class EngineGraphs(PartialGraphs):
 
     def _graphed(self, calls: StepCalls, inputs: Collection[str], pool: Pool) -> EngineStep:
         return EngineStep(calls, inputs, pool)
+
+
+def _graphed(pool: Pool, device: torch.device, modules: Any, samples: Any, **order: Any) -> Any:
+    """Returns what Transformer Engine has captured of modules, and notes in a pool what that has cost."""
+    on_gpu = device.type == "cuda"
+    start, before = time.perf_counter(), torch.cuda.memory_reserved(device) if on_gpu else 0
+    with torch.enable_grad():
+        graphed = _engine().make_graphed_callables(modules, samples, allow_unused_input=True, **order)
+    taken = torch.cuda.memory_reserved(device) - before if on_gpu else 0
+    pool.cost = pool.cost[0] + time.perf_counter() - start, pool.cost[1] + max(taken, 0)
+    return graphed
 
 
 def _engine() -> Any:

@@ -271,7 +271,7 @@ class CudaGraphs(OptionGroup):
     Attributes:
         impl: `none`; `partial`, a graph for each region that can be captured, forward and backward (`fxpar regions`
             lists them); `transformer_engine`, the forward and the backward captured by its `make_graphed_callables`,
-            where nothing in them ends a graph;
+            where nothing in them ends a graph, of a pipeline those of each stage and microbatch;
             `full_iteration`, forward and backward of all microbatches of a `train_step`, and the reductions of
             gradients, in one graph.
         scope: of `partial`, the parts of layers that are captured: `attn` (norm, attention and the residual sum); `mlp`

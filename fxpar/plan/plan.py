@@ -56,6 +56,8 @@ GROUPS: Mapping[str, type[OptionGroup]] = {
 # Options that are mappings, which are kept sorted and cannot be written to.
 _MAPPINGS = ("split", "batch_dims", "pad_values")
 _AXES = ("tp", "dp", "cp", "pp", "ep", "etp")
+# Schedules whose backwards are in two parts.
+_SPLIT_BACKWARDS = ("zb_h1", "zbv")
 
 
 @dataclass(frozen=True)
@@ -249,10 +251,10 @@ class Plan:
         size = self.pipeline.group_size
         if size is not None and virtual == 1:
             yield f"pipeline.group_size={shown(size)} is of several stages a rank: give virtual_stages, or leave it out"
-        if self.pp > 1 and self.cuda_graphs.impl == "transformer_engine":
+        if self.schedule in _SPLIT_BACKWARDS and self.cuda_graphs.impl == "transformer_engine":
             yield (
-                "cuda_graphs.impl='transformer_engine' does not capture stages of a pipeline yet: give "
-                "CudaGraphs('partial') or CudaGraphs('full_iteration'), or pp=1"
+                f"schedule={shown(self.schedule)} splits backwards, which cuda_graphs.impl='transformer_engine' cannot "
+                "capture: give another schedule, or CudaGraphs('partial') or CudaGraphs('full_iteration')"
             )
 
     def _wrong_experts(self) -> Iterator[str]:

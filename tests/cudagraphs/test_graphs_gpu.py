@@ -62,7 +62,10 @@ ON_RANKS = {
     "replicas": [f"{name}:{impl}" for name in ("gpt2", "llama") for impl in IMPLS],
     "overflow": [f"overflow:{way}" for way in ("inside", "sgd", "after")],
     "experts": [f"{name}:partial" for name in ("mixtral", "deepseek_v3")],
-    "stages": [f"{name}:partial" for name in ("1f1b", "interleaved", "zb_h1")],
+    "stages": [
+        *(f"{name}:partial" for name in ("1f1b", "interleaved", "zb_h1")),
+        *(f"{name}:transformer_engine" for name in ("1f1b", "interleaved") if HAS_ENGINE),
+    ],
     "pipelines": [f"{name}:full_iteration" for name in ("1f1b", "gpipe", "interleaved", "zb_h1", "zbv", "groups")],
 }
 

@@ -267,7 +267,33 @@ def schedule_of(plan: Plan, microbatches: int) -> VerifiedSchedule:
     if schedule.forward_only:
         remedy = "choose one that trains; plain calls run forwards alone under any"
         raise ScheduleError("has no backward, and a step would train nothing", where=f"schedule {name}", remedy=remedy)
-    return verified(schedule)
+    proof = verified(schedule)
+    if plan.cuda_graphs.impl == "transformer_engine":
+        _check_engine(schedule, f"schedule {name}")
+    return proof
+
+
+def _check_engine(schedule: Schedule, where: str) -> None:
+    """Checks that Transformer Engine can capture an order.
+
+    Raises:
+        ScheduleError: it splits backwards, or runs those of a stage in another order than its forwards.
+    """
+    remedy = "choose 1f1b, interleaved_1f1b or gpipe, or give CudaGraphs('partial') or CudaGraphs('full_iteration')"
+    if schedule.split_backward:
+        reason = "splits backwards, and CudaGraphs('transformer_engine') captures whole ones"
+        raise ScheduleError(reason, where=where, remedy=remedy)
+    for rank, actions in enumerate(schedule.ranks):
+        for stage in schedule.stages_of(rank):
+            forwards, backwards = ([a.microbatch for a in actions if a[:2] == (stage, phase)] for phase in (F, B))
+            # It takes numbers of chunks alone, so that the n-th backward of a chunk is that of its n-th forward.
+            if forwards != backwards:
+                raise ScheduleError(
+                    f"rank {rank} runs the backwards of stage {stage} in another order than its forwards, which "
+                    "CudaGraphs('transformer_engine') cannot capture",
+                    where=where,
+                    remedy=remedy,
+                )
 
 
 def evaluation_of(schedule: Schedule) -> VerifiedSchedule:

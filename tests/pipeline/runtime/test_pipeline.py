@@ -111,7 +111,6 @@ def test_what_a_rank_keeps_does_not_grow_with_the_microbatches(request: pytest.F
         ({"pp": 2, "pipeline": fxpar.Pipeline({"h.1": 2})}, "stages.'h.1'.=2 is none of the stages 1 to 1"),
         ({"pp": 3, "pipeline": fxpar.Pipeline({"h.1": 1, "h.2": 1})}, "two modules one stage"),
         ({"pp": 2, "pipeline": fxpar.Pipeline((1, 2, 3))}, "3 numbers of layers for 2 stages"),
-        ({"pp": 2, "cuda_graphs": fxpar.CudaGraphs("transformer_engine")}, "does not capture stages of a pipeline yet"),
     ],
 )
 def test_plans_that_make_no_pipeline_are_refused(options: dict[str, Any], text: str) -> None:
