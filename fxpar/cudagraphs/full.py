@@ -98,8 +98,7 @@ class FullIterationGraphs(CachedGraphs):
         moving = [batch.ready.moving(batch.others, batch.others) for batch in batches]
         key: Any = ("iteration", gradients, _state_of(options))
         key += tuple(key_of_batch(batch) for batch in batches)
-        iteration = self.variant(key, lambda pool: Iteration(pool, random, StepResult.copied), None)
-        self.enter()
+        iteration = self.shared_variant(key, lambda pool: Iteration(pool, random, StepResult.copied))
         if iteration is None:
             return run(batches, random.draw)
         step: StepResult = iteration(batches, moving, partial(run, is_recorded=True))
@@ -112,8 +111,7 @@ class FullIterationGraphs(CachedGraphs):
         """Implements `NoGraphs.evaluate`."""
         names = batch.ready.moving(batch.others, batch.others)
         key = ("evaluation", key, *key_of_batch(batch))
-        iteration = self.variant(key, lambda pool: Iteration(pool, random, _copies), None)
-        self.enter()
+        iteration = self.shared_variant(key, lambda pool: Iteration(pool, random, _copies))
         if iteration is None:
             return run(batch, random.draw)
 

@@ -36,6 +36,8 @@ class _Graphed(Protocol):
 
 
 Variant = TypeVar("Variant", bound=_Graphed)
+# What a rank says of a key that has come before and is not recorded.
+_SEEN = 1
 
 
 class CachedGraphs(NoGraphs):
@@ -44,13 +46,13 @@ class CachedGraphs(NoGraphs):
     Args:
         options: of the plan.
         device: on which they run.
-        enter: called in front of what communicates.
+        enter: called in front of what communicates, with a number; gives the smallest of all ranks.
     """
 
     is_on = True
 
-    def __init__(self, options: CudaGraphs, device: torch.device, enter: Callable[[], None] = lambda: None) -> None:
-        self.options, self.enter = options, enter
+    def __init__(self, options: CudaGraphs, device: torch.device, enter: Callable[[int], int] = int) -> None:
+        self.options, self._enter = options, enter
         self._device = device
         self._seen: set[Hashable] = set()
         self._pools: list[tuple[Pool, dict[Hashable, Any]]] = []
@@ -75,6 +77,23 @@ class CachedGraphs(NoGraphs):
         # The first call runs as it is. Triton tunes kernels, and NCCL makes communicators at
         # their first use, none of which a capture may contain.
         return self.in_free_pool(key, make) if self.is_known(key) else plain
+
+    def shared_variant(self, key: Hashable, make: Callable[[Pool], Variant]) -> Variant | None:
+        """Returns what runs calls of a key, None the first time. All ranks record in the same call. A collective call.
+
+        Raises:
+            InputError: as of `is_known`.
+        """
+        # Ranks may differ in what they have seen: one of them has gradients to add to, or an optimizer's state,
+        # where another trains nothing. The stand-in communicates while it records.
+        recorded = [(known, known[key]) for _, known in self._pools if key in known and known[key].graphs]
+        least = self._enter(int(self.is_known(key)) + bool(recorded))
+        if not least:
+            return None
+        for known, variant in recorded if least == _SEEN else ():
+            variant.reset()
+            del known[key]
+        return self.in_free_pool(key, make)
 
     def is_known(self, *keys: Hashable) -> bool:
         """Returns whether calls of all these keys have come before.
@@ -140,7 +159,7 @@ class PartialGraphs(CachedGraphs):
         options, device, enter: as for `CachedGraphs`.
     """
 
-    def __init__(self, options: CudaGraphs, device: torch.device, enter: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, options: CudaGraphs, device: torch.device, enter: Callable[[int], int] = int) -> None:
         super().__init__(options, device, enter)
         self._stages: dict[int, StageGraphs] = {}
 

@@ -400,7 +400,7 @@ class EngineStageGraphs(StageGraphs):
 class EngineGraphs(PartialGraphs):
     """Forward and backward of a batch are captured by Transformer Engine; of a pipeline those of all microbatches."""
 
-    def __init__(self, options: CudaGraphs, device: torch.device, enter: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, options: CudaGraphs, device: torch.device, enter: Callable[[int], int] = int) -> None:
         check_engine(device)
         super().__init__(options, device, enter)
         self._schedule: EngineSchedule | None = None

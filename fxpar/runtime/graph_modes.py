@@ -156,15 +156,15 @@ class NoGraphs:
 
 
 # Makes the graphs of a mode, by its name in a plan: of the plan's options, for a device; the last argument is called in
-# front of what communicates.
-MODES: dict[str, Callable[[CudaGraphs, torch.device, Callable[[], None]], NoGraphs]] = {}
+# front of what communicates, and gives the smallest number of all ranks.
+MODES: dict[str, Callable[[CudaGraphs, torch.device, Callable[[int], int]], NoGraphs]] = {}
 
 
-def graphs_of(options: CudaGraphs, device: torch.device, enter: Callable[[], None]) -> NoGraphs:
+def graphs_of(options: CudaGraphs, device: torch.device, enter: Callable[[int], int]) -> NoGraphs:
     """Returns the graphs of a module, of the mode that its plan names.
 
     Args:
-        enter: called in front of what communicates.
+        enter: called in front of what communicates, with a number; gives the smallest of all ranks.
 
     Raises:
         InputError: the mode needs a device or a library that is not there.

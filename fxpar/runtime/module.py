@@ -53,7 +53,7 @@ class RankModule(LocalModel):
         random = self._random
         world.agreement.step = lambda: random.step
         self._takes_lists = isinstance(example, list)
-        self._graphs = graphs_of(plan.cuda_graphs, world.device, world.agreement.enter)
+        self._graphs = graphs_of(plan.cuda_graphs, world.device, world.agreement.enter_with)
         self._peer_memory = TRANSPORTS["copy"](plan, world)
         self._programs = Programs(model, plan, world, loss, passes, self._graphs, self._peer_memory)
         facts = {"option check_inputs": str(check_inputs), **fingerprints(model)}

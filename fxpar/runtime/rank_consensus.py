@@ -133,6 +133,11 @@ class Agreement:
             self.meet(place)
             self._entered = True
 
+    def enter_with(self, number: int) -> int:
+        """Goes on as `enter`; returns the smallest number with which a rank does."""
+        met, self._entered = self.meet("its graph", [number]), True
+        return number if met is None else met.smallest[0]
+
     def meet(self, place: str, compared: Sequence[int] = (), more: str = "") -> Met | None:
         """Meets the other ranks; None where there are none, or no groups yet. Raises as `enter`.
 

@@ -9,7 +9,7 @@ import pytest
 
 import fxpar
 from tests.cudagraphs import stages
-from tests.cudagraphs.graphed import mixtral, two_layers
+from tests.cudagraphs.graphed import mixtral, train, two_layers
 from tests.runtime.world import World
 
 COPY: dict[str, Any] = {"communication": fxpar.Communication("copy")}
@@ -18,6 +18,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zb_h1": ({"pp": 2, "schedule": "zb_h1", **COPY}, {"evaluate": 3}),
     "frozen": ({"pp": 2, **COPY}, {"build": stages.frozen}),
     "inside": (INTERLEAVED, {"inside": True}),
+    # The first rank has neither gradients nor an optimizer's state, and must record when the second does.
+    "frozen inside": ({"pp": 2, **COPY}, {"build": stages.frozen, "inside": True}),
 }
 MORE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "1f1b": ({"pp": 2, **COPY}, {}),
@@ -25,6 +27,7 @@ MORE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "interleaved": ({**INTERLEAVED, **COPY}, {"evaluate": 3}),
     "zbv": ({"pp": 2, "virtual_stages": 2, "schedule": "zbv", **COPY}, {}),
     "accumulated": ({"pp": 2, **COPY}, {"every": 2, "set_to_none": False}),
+    "frozen accumulated": ({"pp": 2}, {"build": stages.frozen, "every": 2, "set_to_none": False}),
     "compiled": ({"pp": 2, "compile": True}, {"build": two_layers}),
     "frozen groups": ({"pp": 2}, {"build": stages.frozen}),
 }
@@ -74,3 +77,11 @@ def test_experts_without_drops_stand_between_graphs_of_stages(world4: World) -> 
 def test_a_message_that_would_overwrite_another_is_refused(world2: World) -> None:
     first, _ = world2.run(stages.crowded)
     assert "an earlier call was broken off between a copy and its use" in first
+
+
+@pytest.mark.parametrize("transport", ["copy", "nccl"])
+def test_stages_without_gradients_train_as_on_one_process(world2: World, transport: str) -> None:
+    job = partial(train, stages.frozen, stages.microbatches((4, 4, 3)))
+    communication = fxpar.Communication(transport)
+    for trained in world2.run(partial(job, pp=2, communication=communication)):
+        assert trained.losses == pytest.approx(job().losses, rel=1e-6)
