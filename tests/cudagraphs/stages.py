@@ -155,6 +155,29 @@ def refused(count: int) -> tuple[str, bool]:
     return text, losses[0] == losses[1]
 
 
+def uneven(impl: str) -> list[list[float]]:
+    """The gradients of each step, in which two data ranks bring other numbers of rows, and what evaluations give."""
+    torch.manual_seed(0)
+    steps = microbatches([2] * 5)
+    model = fxpar.parallelize(
+        Deep().train(), fxpar.Plan(pp=2, dp=2, cuda_graphs=fxpar.CudaGraphs(impl)), steps[0][0], timeout=60
+    )
+    found = []
+    # Two numbers of rows in turn: a graph of one must not read what is there of the other.
+    for i, batch in enumerate(steps):
+        rows = (3, 1 + i % 2)[model.world.coordinates["dp"]]
+        part = [{name: value[:rows] for name, value in microbatch.items()} for microbatch in batch]
+        model.train_step(part)
+        found.append([float(p.grad.sum()) for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+        with torch.no_grad():
+            found.append([float(model(**part[0])["loss"])])
+    figures = model.graph_figures
+    found.append([] if figures is None else [figures.graphs])
+    model.close()
+    return found
+
+
 def crowded() -> str:
     """What is said where a channel has one place and several messages under way."""
     plan = fxpar.Plan(pp=2, schedule="gpipe", communication=fxpar.Communication("copy"))

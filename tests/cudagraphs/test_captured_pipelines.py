@@ -85,3 +85,10 @@ def test_stages_without_gradients_train_as_on_one_process(world2: World, transpo
     communication = fxpar.Communication(transport)
     for trained in world2.run(partial(job, pp=2, communication=communication)):
         assert trained.losses == pytest.approx(job().losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["partial", "full_iteration"])
+def test_data_ranks_may_bring_other_numbers_of_rows(world4: World, impl: str) -> None:
+    for plain, graphed in zip(world4.run(stages.uneven, "none"), world4.run(stages.uneven, impl), strict=True):
+        assert graphed[:-1] == plain[:-1]
+        assert graphed[-1][0] >= 4  # of two numbers of rows, a step and an evaluation

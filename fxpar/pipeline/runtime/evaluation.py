@@ -99,10 +99,9 @@ class Evaluation:
         """Returns what a stage gives, after it has sent the next one its part."""
         _, steps = call.ready.stages[stage.number]
         assert steps is not None, "a rank runs its own stages alone"
-        places = dict(zip(call.ready.lowered.places, call.places, strict=True))
         inputs = {p.node: values[p.node] for p in stage.program.parameters}
         inputs |= {e.node: values[e.node] for e in stage.program.inputs if not received_name(e.path)}
-        inputs |= {name: places[name] for name in steps.lowered.places}
+        inputs |= {name: values[name] for name in steps.lowered.places}
         if stage.number:
             inputs |= dict(zip(stage.received.values(), self._taken(channels, call, stage, before), strict=True))
         names = (*(name for name in requested if name in stage.program.outputs), *stage.sent)

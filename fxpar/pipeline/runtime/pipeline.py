@@ -320,9 +320,9 @@ class _PipelineStep:
                 sources[entry.node] = Microbatch(action.microbatch, len(self.calls), self._state).random_state
             elif not received_name(entry.path):
                 sources[entry.node] = call.values[entry.node]
+        # Of the values, not of the call: a graph reads what it copies these into.
+        sources |= {name: call.values[name] for name in steps.lowered.places}
         sources |= {p.node: call.values[p.node] for p in stage.program.parameters}
-        places = dict(zip(call.ready.lowered.places, call.places, strict=True))
-        sources |= {name: places[name] for name in steps.lowered.places}
         return sources
 
     def _input_backward(self, action: Action) -> None:
