@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fxpar
 from fxpar.cudagraphs import graph_cache
+from fxpar.cudagraphs.partial import StageStep
 from fxpar.cudagraphs.pool import StandInPool, Tape
 from fxpar.errors import FxparError, InputError
 from fxpar.peer_memory.compiler import symmetric_buffer
@@ -153,6 +154,51 @@ def refused(count: int) -> tuple[str, bool]:
                 text = caught.value.reason
         model.close()
     return text, losses[0] == losses[1]
+
+
+def refused_by_one() -> tuple[str, bool]:
+    """What is said of a step that has one variant too many on the last rank alone; as `refused` else.
+
+    There the step has variants without an optimizer's state and with it. The first rank trains nothing.
+    """
+    losses: list[list[float]] = []
+    text = ""
+    for graphs in (fxpar.CudaGraphs(), fxpar.CudaGraphs("full_iteration", variants=2)):
+        torch.manual_seed(0)
+        steps = microbatches([2] * 5)
+        model = fxpar.parallelize(frozen().train(), fxpar.Plan(pp=2, cuda_graphs=graphs), steps[0][0])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        losses.append([])
+        for i, batch in enumerate(steps):
+            losses[-1].append(float(model.train_step(batch, optimizer=optimizer, max_norm=1.0)))
+            if graphs.is_on and i:
+                with pytest.raises(InputError) as caught:
+                    model.train_step(batch[:1], optimizer=optimizer, max_norm=1.0)
+                text = str(caught.value)
+        model.close()
+    return text, losses[0] == losses[1]
+
+
+def broken_recording(odd: int) -> list[str]:
+    """What three steps say, of which one rank alone cannot record its stages at the end of the first."""
+    (batch,) = microbatches([2])
+    plan = fxpar.Plan(pp=2, cuda_graphs=fxpar.CudaGraphs("partial"))
+    model = fxpar.parallelize(Deep().train(), plan, batch[0], timeout=60)
+
+    def refuse(step: StageStep) -> None:
+        raise InputError("a graph cannot hold what the step does", where="cuda_graphs", remedy="none")
+
+    texts = []
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == odd:
+            patch.setattr(StageStep, "record", refuse)
+        for _ in range(3):
+            try:
+                texts.append(f"loss {float(model.train_step(batch)):.2f}")
+            except FxparError as error:
+                texts.append(f"{type(error).__name__}: {error}")
+    model.close()
+    return texts
 
 
 def uneven(impl: str) -> list[list[float]]:

@@ -92,3 +92,9 @@ def test_data_ranks_may_bring_other_numbers_of_rows(world4: World, impl: str) ->
     for plain, graphed in zip(world4.run(stages.uneven, "none"), world4.run(stages.uneven, impl), strict=True):
         assert graphed[:-1] == plain[:-1]
         assert graphed[-1][0] >= 4  # of two numbers of rows, a step and an evaluation
+
+
+def test_what_is_too_much_for_one_rank_is_refused_by_all(world2: World) -> None:
+    for text, is_equal in world2.run(stages.refused_by_one):
+        assert "rank 1, cuda_graphs: has 2 variants of graphs" in text or text.startswith("cuda_graphs: has 2 variants")
+        assert is_equal

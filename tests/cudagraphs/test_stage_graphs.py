@@ -87,3 +87,13 @@ def test_shapes_that_are_too_many_are_refused_in_front_of_the_schedule(world2: W
     for text, is_equal in world2.run(stages.refused, 4):
         assert "has 1 variants of graphs" in text
         assert is_equal
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_stage_that_cannot_be_recorded_ends_the_next_call_of_all_ranks(world2: World, odd: int) -> None:
+    said = world2.run(stages.broken_recording, odd)
+    ended = f"RankError: rank {odd}, train_step: an earlier call failed: cuda_graphs: a graph cannot hold"
+    assert said[odd][0].startswith("InputError: cuda_graphs: a graph cannot hold")
+    assert said[1 - odd][0].startswith("loss ")  # it had ended its step by then
+    for texts in said:
+        assert all(text.startswith(ended) for text in texts[1:])
