@@ -27,7 +27,6 @@ MORE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "interleaved": ({**INTERLEAVED, **COPY}, {"evaluate": 3}),
     "zbv": ({"pp": 2, "virtual_stages": 2, "schedule": "zbv", **COPY}, {}),
     "accumulated": ({"pp": 2, **COPY}, {"every": 2, "set_to_none": False}),
-    "frozen accumulated": ({"pp": 2}, {"build": stages.frozen, "every": 2, "set_to_none": False}),
     "compiled": ({"pp": 2, "compile": True}, {"build": two_layers}),
     "frozen groups": ({"pp": 2}, {"build": stages.frozen}),
 }
@@ -52,6 +51,17 @@ def test_a_whole_step_is_one_graph_on_each_rank(world2: World, plan: dict[str, A
             == compared.figures.variants
             >= (2 if accumulated else 2 + bool(options.get("evaluate")))
         )
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "plan", [{"pp": 2}, INTERLEAVED, {"pp": 2, "schedule": "zb_h1"}, {"pp": 2, "schedule": "gpipe"}]
+)
+def test_many_microbatches_overwrite_nothing(world2: World, plan: dict[str, Any]) -> None:
+    job = partial(stages.compare, impl="full_iteration")
+    for compared in world2.run(job, (8, 16, 64, 64, 16, 8, 16), {**plan, **COPY}):
+        assert compared.is_equal
+        assert compared.graphs == [0, 0, 0, 1, 2, 3, 3]
 
 
 @pytest.mark.matrix
@@ -92,6 +102,16 @@ def test_data_ranks_may_bring_other_numbers_of_rows(world4: World, impl: str) ->
     for plain, graphed in zip(world4.run(stages.uneven, "none"), world4.run(stages.uneven, impl), strict=True):
         assert graphed[:-1] == plain[:-1]
         assert graphed[-1][0] >= 4  # of two numbers of rows, a step and an evaluation
+
+
+def test_a_rank_records_again_with_one_that_has_other_variants(world2: World) -> None:
+    # The last rank alone has gradients, none in front of every other step: its variants take turns.
+    job = partial(stages.compare, impl="full_iteration", build=stages.frozen, every=2)
+    first, last = world2.run(job, (2,) * 6, {"pp": 2})
+    assert first.is_equal
+    assert last.is_equal
+    assert first.graphs == [0, 0, 1, 1, 1, 1]
+    assert last.graphs == [0, 0, 1, 2, 2, 2]
 
 
 def test_what_is_too_much_for_one_rank_is_refused_by_all(world2: World) -> None:
