@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from fxpar.cudagraphs.graph_cache import CachedGraphs, PartialGraphs, key_of_batch, refuse_uncaptured
@@ -24,7 +24,6 @@ from fxpar.cudagraphs.pool import Pool, Recording
 from fxpar.cudagraphs.transformer_engine import EngineGraphs
 from fxpar.errors import InputError
 from fxpar.runtime.bound_batch import BoundBatch
-from fxpar.runtime.calls import LoweredStep
 from fxpar.runtime.expert_loads import Overflow
 from fxpar.runtime.grad_buffers import Buffers, Waiting
 from fxpar.runtime.graph_modes import Run, RunEvaluation
@@ -78,9 +77,9 @@ class FullIterationGraphs(CachedGraphs):
 
     holds_steps = True
 
-    def check(self, step: LoweredStep) -> None:
+    def check(self, node: fx.Node | None) -> None:
         """Implements `NoGraphs.check`."""
-        refuse_uncaptured(step)
+        refuse_uncaptured(node)
 
     def train(
         self,

@@ -13,7 +13,7 @@ from dataclasses import fields
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxpar.cudagraphs.partial import GraphedForward, GraphedStep, StageStep
 from fxpar.cudagraphs.pool import Pool, new_pool
@@ -21,7 +21,7 @@ from fxpar.errors import InputError
 from fxpar.ir.program import describe, note
 from fxpar.plan.option_groups import CudaGraphs
 from fxpar.runtime.bound_batch import BoundBatch
-from fxpar.runtime.calls import ForwardCalls, LoweredStep, Runnable, StepCalls
+from fxpar.runtime.calls import ForwardCalls, Runnable, StepCalls
 from fxpar.runtime.grad_buffers import Buffers, Waiting
 from fxpar.runtime.graph_modes import GraphFigures, MovingInputs, NoGraphs, Run, RunEvaluation, RunForward
 from fxpar.runtime.microbatches import StepOptions, StepResult
@@ -242,13 +242,12 @@ class StageGraphs(PartialGraphs):
                     variant.record()
 
 
-def refuse_uncaptured(step: LoweredStep) -> None:
-    """Refuses a step that one graph is to hold and cannot.
+def refuse_uncaptured(node: fx.Node | None) -> None:
+    """Refuses an operation that one graph is to hold and cannot.
 
     Raises:
         InputError: names the operation and the reason.
     """
-    node = step.uncaptured
     if node is not None:
         reason = note(node).uncaptured
         remedy = "set CudaGraphs('partial'), whose graphs end there"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fxpar.cudagraphs.graph_cache import PartialGraphs, StageGraphs, key_of, key_of_batch, refuse_uncaptured
 from fxpar.cudagraphs.partial import Noting, copied
@@ -24,7 +24,7 @@ from fxpar.cudagraphs.pool import Flight, Pool
 from fxpar.errors import InputError
 from fxpar.plan.option_groups import CudaGraphs
 from fxpar.runtime.bound_batch import BoundBatch
-from fxpar.runtime.calls import GradientSink, LoweredStep, Runnable, StepCalls, Values
+from fxpar.runtime.calls import GradientSink, Runnable, StepCalls, Values
 from fxpar.runtime.grad_buffers import Buffers, Waiting
 from fxpar.runtime.graph_modes import MovingInputs, NoGraphs, Run
 from fxpar.runtime.microbatches import StepOptions, StepResult
@@ -444,13 +444,13 @@ class EngineGraphs(PartialGraphs):
         self._schedule.capture()
         return result
 
-    def check(self, step: LoweredStep) -> None:
+    def check(self, node: fx.Node | None) -> None:
         """Implements `NoGraphs.check`."""
-        refuse_uncaptured(step)
+        refuse_uncaptured(node)
 
     def step(self, calls: StepCalls, values: Mapping[str, Any], inputs: MovingInputs, key: Hashable) -> Runnable:
         """Implements `NoGraphs.step`."""
-        self.check(calls.step)
+        self.check(calls.step.uncaptured)
         return super().step(calls, values, inputs, key)
 
     def _graphed(self, calls: StepCalls, inputs: Collection[str], pool: Pool) -> EngineStep:

@@ -307,14 +307,19 @@ class LoweredStep:
     @cached_property
     def uncaptured(self) -> fx.Node | None:
         """Returns the first operation that no CUDA graph can hold."""
-        nodes = (node for node in self.graph.nodes if node.op == "call_function" and has_note(node))
-        return next((node for node in nodes if note(node).uncaptured), None)
+        return uncaptured(self.graph)
 
     @cached_property
     def recomputes(self) -> bool:
         """Returns whether the program says what is computed again."""
         nodes = (node for node in self.graph.nodes if node.op == "call_function" and has_note(node))
         return any(note(node).recompute or note(node).origin == RECOMPUTE for node in nodes)
+
+
+def uncaptured(graph: fx.Graph) -> fx.Node | None:
+    """Returns the first operation that no CUDA graph can hold."""
+    nodes = (node for node in graph.nodes if node.op == "call_function" and has_note(node))
+    return next((node for node in nodes if note(node).uncaptured), None)
 
 
 def cut(graph: fx.Graph) -> tuple[Calls, Calls, Calls, Calls, Calls]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxpar.plan.option_groups import CudaGraphs
-from fxpar.runtime.calls import Boxed, ForwardCalls, LoweredStep, Runnable, StepCalls
+from fxpar.runtime.calls import Boxed, ForwardCalls, Runnable, StepCalls
 from fxpar.runtime.grad_buffers import Buffers, Waiting
 from fxpar.runtime.microbatches import StepOptions, StepResult
 from fxpar.runtime.random_state import RandomState
@@ -85,8 +85,11 @@ class NoGraphs:
         """Returns what graphs take by now; None where the mode has none."""
         return None
 
-    def check(self, step: LoweredStep) -> None:
-        """Refuses a step that graphs of the mode cannot hold.
+    def check(self, node: fx.Node | None) -> None:
+        """Refuses an operation that graphs of the mode cannot hold.
+
+        Args:
+            node: the first of a step or a forward that no graph can hold; None if there is none.
 
         Raises:
             InputError: names the operation and the reason.

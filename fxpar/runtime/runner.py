@@ -57,16 +57,24 @@ class _Weights:
 
 
 class StageRunner(Protocol):
-    """Runs the stages of a pipeline that this rank holds. Making one is a collective call, and so are its methods."""
+    """Runs the stages of a pipeline that this rank holds. Making one is a collective call, and so are its methods
+    but `prepare`."""
 
-    def check(self, call: BoundBatch, has_leaves: bool) -> None:
-        """Refuses a call that is to be differentiated, on all ranks of the pipeline or on none.
+    def check(self, call: BoundBatch, requested: Sequence[str]) -> None:
+        """Refuses a forward alone that graphs cannot hold, or that is to be differentiated.
 
         Args:
-            has_leaves: whether this rank holds something that is trained.
+            requested: names of its outputs.
 
         Raises:
-            InputError: gradients are on, and some rank trains.
+            InputError: gradients are on, and some rank trains; or an operation of this rank's stages needs the host.
+        """
+
+    def prepare(self, calls: Sequence[BoundBatch]) -> None:
+        """Lowers what this rank runs of a step, so that what fails on one rank fails in front of the schedule.
+
+        Raises:
+            FxparError: a stage cannot be lowered, or graphs cannot hold it.
         """
 
     def outputs(self, call: BoundBatch, requested: Sequence[str], state: Callable[[], Tensor]) -> dict[str, Tensor]:
@@ -160,7 +168,7 @@ class Runner:
         call = self.prepared(call, torch.is_grad_enabled())
         every = (*requested, *filter(is_buffer, call.compiled.program.outputs))
         if self.pipeline is not None:
-            self.pipeline.check(call, bool(call.leaves))
+            self.pipeline.check(call, every)
             run = partial(self._through_stages, requested=every)
             return self._committed(call.ready.graphs.evaluate(call, run, self._random, every))
         values, leaves = call.drawing(self._random.draw), call.leaves
@@ -247,7 +255,7 @@ class Runner:
         # Other outputs, such as logits, are left out, so that no step holds them to its end.
         names = tuple(n for n in steps.program.outputs if n in (name, COUNT) or is_counted(n) or is_buffer(n))
         step, sizes = steps.step((name,), frozenset(leaves), names), call.sizes
-        steps.graphs.check(step)
+        steps.graphs.check(step.uncaptured)
         state_of_gradients = self.buffers.state(leaves) if whole else None
         pending = steps.run(sizes, step, values, whole=whole, gradients=state_of_gradients, rows=call.rows)
         loss = pending.outputs[name]

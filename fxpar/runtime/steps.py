@@ -36,6 +36,7 @@ from fxpar.runtime.calls import (
     Values,
     cut,
     eager_calls,
+    uncaptured,
 )
 from fxpar.runtime.graph_modes import NoGraphs
 from fxpar.runtime.world import World
@@ -188,7 +189,7 @@ class Steps:
     enter: Callable[[], None] = lambda: None
     _made: dict[Hashable, LoweredStep] = field(default_factory=dict)
     _eager: dict[Hashable, StepCalls] = field(default_factory=dict)
-    _forwards: dict[Hashable, tuple[fx.Graph, ForwardCalls]] = field(default_factory=dict)
+    _forwards: dict[tuple[str, ...], tuple[fx.Graph, ForwardCalls, fx.Node | None]] = field(default_factory=dict)
     _compiler: Compiler | None = None
 
     def __post_init__(self) -> None:
@@ -302,16 +303,22 @@ class Steps:
         self, sizes: Mapping[str, int], requested: Sequence[str], values: Mapping[str, Any]
     ) -> ForwardCalls:
         """Returns what a forward alone runs; as for `outputs`."""
-        key = tuple(requested)
-        if key not in self._forwards:
-            graph = self.lowering(outlined(self.program)).only(key).module.graph
-            nodes: Any = output_node(graph).args[0]
-            results = dict(zip(requested, (node.name for node in nodes), strict=True))
-            self._forwards[key] = graph, ForwardCalls(cut(graph)[0], results, {})
-        graph, eager = self._forwards[key]
+        graph, eager, _ = self._forward(tuple(requested))
         if self._compiler is None:
             return eager
         return self._compiler.forward(graph, eager.results, sizes, values)
+
+    def uncaptured(self, requested: Sequence[str]) -> fx.Node | None:
+        """Returns the first operation of the forward alone that no CUDA graph can hold; as for `outputs`."""
+        return self._forward(tuple(requested))[-1]
+
+    def _forward(self, key: tuple[str, ...]) -> tuple[fx.Graph, ForwardCalls, fx.Node | None]:
+        if key not in self._forwards:
+            graph = self.lowering(outlined(self.program)).only(key).module.graph
+            nodes: Any = output_node(graph).args[0]
+            results = dict(zip(key, (node.name for node in nodes), strict=True))
+            self._forwards[key] = graph, ForwardCalls(cut(graph)[0], results, {}), uncaptured(graph)
+        return self._forwards[key]
 
     def _values(self, sources: Mapping[str, Any]) -> dict[str, Any]:
         """Returns inputs as what runs takes them: compiled units are made for dense ones."""

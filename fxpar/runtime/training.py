@@ -144,6 +144,8 @@ class Training:
         whole = len(parts) == 1 and count > 1
         calls = self._batches.bind_rows(parts[0], count) if whole else [self._batches.bind(part) for part in parts]
         calls = self._runner.all_prepared(calls)
+        if self._pipeline is not None:
+            self._pipeline.prepare(calls)
         parameters, leaves = self._tensors.parameters, self._tensors.leaves
         run = partial(self._run, parameters=parameters, options=options)
         number, gradients = self._random.step, [(leaf, leaf.grad) for leaf in leaves.values()] if self.budget else []

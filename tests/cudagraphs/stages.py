@@ -20,6 +20,7 @@ from fxpar.errors import FxparError, InputError
 from fxpar.peer_memory.compiler import symmetric_buffer
 from fxpar.pipeline.compiler.builtin_schedules import schedule_of
 from tests.cudagraphs.graphed import VOCABULARY, Trained, train
+from tests.runtime.jobs import refusal
 
 SIZE = 7
 
@@ -177,6 +178,18 @@ def refused_by_one() -> tuple[str, bool]:
                 text = str(caught.value)
         model.close()
     return text, losses[0] == losses[1]
+
+
+def uncaptured() -> list[tuple[str, str, str, str]]:
+    """What two steps and then two forwards say of a value that the first stage reads on the host."""
+    (batch,) = microbatches([2])
+    plan = fxpar.Plan(pp=2, cuda_graphs=fxpar.CudaGraphs("full_iteration"))
+    model = fxpar.parallelize(Reading().train(), plan, batch[0], timeout=60)
+    said = [refusal(lambda: model.train_step(batch)) for _ in range(2)]
+    with torch.no_grad():
+        said += [refusal(lambda: model(**batch[0])) for _ in range(2)]
+    model.close()
+    return said
 
 
 def broken_recording(odd: int) -> list[str]:

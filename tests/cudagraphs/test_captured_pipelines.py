@@ -114,6 +114,15 @@ def test_a_rank_records_again_with_one_that_has_other_variants(world2: World) ->
     assert last.graphs == [0, 0, 1, 2, 2, 2]
 
 
+def test_what_one_stage_cannot_capture_is_refused_by_all_in_front_of_the_schedule(world2: World) -> None:
+    for said in world2.run(stages.uncaptured):
+        for kind, where, reason, remedy in said:
+            assert kind == "InputError"  # no RankError: the module goes on
+            assert "%item" in where
+            assert "reads a value on the host" in reason
+            assert "CudaGraphs('partial')" in remedy
+
+
 def test_what_is_too_much_for_one_rank_is_refused_by_all(world2: World) -> None:
     for text, is_equal in world2.run(stages.refused_by_one):
         assert "rank 1, cuda_graphs: has 2 variants of graphs" in text or text.startswith("cuda_graphs: has 2 variants")

@@ -45,11 +45,16 @@ class Evaluation:
         self._evaluation = evaluation_of(schedule)
         self._rank_of = schedule.rank_of
 
-    def check(self, call: BoundBatch, has_leaves: bool) -> None:
+    def check(self, call: BoundBatch, requested: Sequence[str]) -> None:
         """Implements `fxpar.runtime.runner.StageRunner`."""
+        for stage, steps in call.ready.stages.values():
+            # Where graphs are of stages, what none can hold stands between them in a forward alone.
+            if steps is not None and call.ready.graphs.holds_steps:
+                call.ready.graphs.check(steps.uncaptured(_names(stage, requested)))
         if not torch.is_grad_enabled() or not call.ready.differentiable:
             return
-        met = self._world.agreement.meet("asks who trains", [int(has_leaves)])
+        has_leaves = int(bool(call.leaves))
+        met = self._world.agreement.meet("asks who trains", [has_leaves])
         if has_leaves if met is None else met.largest[0]:
             raise InputError(
                 "a plain call is not differentiated through the stages of a pipeline",
@@ -104,8 +109,7 @@ class Evaluation:
         inputs |= {name: values[name] for name in steps.lowered.places}
         if stage.number:
             inputs |= dict(zip(stage.received.values(), self._taken(channels, call, stage, before), strict=True))
-        names = (*(name for name in requested if name in stage.program.outputs), *stage.sent)
-        outputs = steps.outputs(call.sizes, names, inputs, call.rows)
+        outputs = steps.outputs(call.sizes, _names(stage, requested), inputs, call.rows)
         last = len(self._rank_of) - 1
         if stage.number < last and self._rank_of[stage.number + 1] != self._world.place:
             message = Message(Kind.ACTIVATION, stage.number, stage.number + 1, 0)
@@ -131,6 +135,11 @@ class Evaluation:
             output = torch.empty(shape, dtype=dtype, device=self._world.device)
         self._world.broadcast(output, maker)
         return output
+
+
+def _names(stage: Stage, requested: Sequence[str]) -> tuple[str, ...]:
+    """Returns the names of what a stage gives."""
+    return *(name for name in requested if name in stage.program.outputs), *stage.sent
 
 
 def part_of(program: Program, name: str, sizes: Mapping[str, int]) -> tuple[tuple[int, ...], torch.dtype]:

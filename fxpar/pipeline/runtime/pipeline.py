@@ -37,6 +37,7 @@ from fxpar.pipeline.runtime.evaluation import Evaluation, largest_message, part_
 from fxpar.plan.plan import Plan
 from fxpar.rewrite.loss_reduction import COUNT
 from fxpar.runtime.bound_batch import BoundBatch, Written
+from fxpar.runtime.calls import LoweredStep
 from fxpar.runtime.grad_buffers import Waiting
 from fxpar.runtime.microbatches import Microbatch, joined_loss, unit_of, weight
 from fxpar.runtime.rank_consensus import is_lost
@@ -79,6 +80,13 @@ class PipelineExecutor(Evaluation):
         if microbatches not in self._orders:
             self._orders[microbatches] = schedule_of(self._plan, microbatches)
         return self._orders[microbatches]
+
+    def prepare(self, calls: Sequence[BoundBatch]) -> None:
+        """Implements `StageRunner`."""
+        for call in {id(call.ready): call for call in calls}.values():
+            for stage, steps in call.ready.stages.values():
+                if steps is not None:
+                    call.ready.graphs.check(_lowered(call, stage, steps).uncaptured)
 
     @torch.no_grad()
     def step(
@@ -294,12 +302,7 @@ class _PipelineStep:
         if stage.number:
             taken = self._take(action, Kind.ACTIVATION, stage.number - 1, received_parts(stage, call.sizes))
             values |= dict(zip(stage.received.values(), taken, strict=True))
-        leaves = frozenset(call.leaves) & {p.fqn for p in stage.program.parameters}
-        new = filter(is_buffer, stage.program.outputs)
-        names = (*stage.sent, *(n for n in (call.loss, COUNT) if n in stage.program.outputs), *new)
-        step = steps.step(stage.tangents, leaves, names)
-        call.ready.graphs.check(step)
-        pending = steps.run(call.sizes, step, values, whole=False, rows=call.rows)
+        pending = steps.run(call.sizes, _lowered(call, stage, steps), values, whole=False, rows=call.rows)
         if call.loss in stage.program.outputs:
             self.losses[action.microbatch] = pending.outputs[call.loss]
             if COUNT in stage.program.outputs:
@@ -368,6 +371,14 @@ class _PipelineStep:
             total = self.total[action.stage]
             torch._foreach_add_(list(total.values()), [local[name] for name in total])
         self.last[action.stage] = pending
+
+
+def _lowered(call: BoundBatch, stage: Stage, steps: Steps) -> LoweredStep:
+    """Returns the step of a stage."""
+    leaves = frozenset(call.leaves) & {p.fqn for p in stage.program.parameters}
+    new = filter(is_buffer, stage.program.outputs)
+    names = (*stage.sent, *(n for n in (call.loss, COUNT) if n in stage.program.outputs), *new)
+    return steps.step(stage.tangents, leaves, names)
 
 
 # Loss scaling over the stages of a pipeline.
