@@ -24,7 +24,7 @@ from fxpar.cudagraphs.pool import Pool, Recording
 from fxpar.cudagraphs.transformer_engine import EngineGraphs
 from fxpar.errors import InputError
 from fxpar.runtime.bound_batch import BoundBatch
-from fxpar.runtime.expert_loads import Overflow
+from fxpar.runtime.expert_loads import check
 from fxpar.runtime.grad_buffers import Buffers, Waiting
 from fxpar.runtime.graph_modes import Run, RunEvaluation
 from fxpar.runtime.microbatches import StepOptions, StepResult
@@ -102,8 +102,7 @@ class FullIterationGraphs(CachedGraphs):
             return run(batches, random.draw)
         step: StepResult = iteration(batches, moving, partial(run, is_recorded=True))
         # The host waits for the device here: no step may follow one that is to be repeated.
-        if step.has_overflowed is not None and step.has_overflowed.item():
-            raise Overflow
+        check(step.has_overflowed)
         return step
 
     def evaluate(self, batch: BoundBatch, run: RunEvaluation, random: RandomState, key: Hashable) -> dict[str, Tensor]:

@@ -266,12 +266,6 @@ class Plan:
                     f"experts.recv_capacity_factor={shown(factor)} is of dispatch='static' with ep of at least 2: "
                     "choose these, or leave it out"
                 )
-            if type(self.pp) is int and self.pp > 1:
-                # A stage has sent gradients on before the last one knows that rows were too many.
-                yield (
-                    "experts.recv_capacity_factor repeats steps, and those of a pipeline are not repeated yet: leave "
-                    "it out, or pp=1"
-                )
             if graphs.impl == "transformer_engine":
                 yield (
                     "experts.recv_capacity_factor repeats steps, which CudaGraphs('transformer_engine') cannot: leave "

@@ -95,6 +95,34 @@ class Overflow(Exception):
     """Rows had no place: what was computed of them is not to be used, and the step has changed nothing."""
 
 
+def overflowed(rows: Sequence[Mapping[str, Tensor]], world: World, plan: Plan) -> Tensor | None:
+    """Returns whether rows had no place on any rank, a bool scalar on the device. A collective call.
+
+    Of a pipeline these are the ranks of the same stages as this one.
+
+    Args:
+        rows: what the microbatches say of rows, by name of the output.
+
+    Returns:
+        None if there are places for all rows that may come.
+    """
+    excess = [value.flatten() for part in rows for name, value in part.items() if is_excess(name)]
+    return max_over(torch.cat(excess).amax(), world.groups["-".join(plan.axes)]) > 0 if excess else None
+
+
+def check(has_overflowed: Tensor | None) -> None:
+    """Waits for the device, and breaks off a step whose rows had no place.
+
+    Args:
+        has_overflowed: a bool scalar on the device; None if there are places for all rows that may come.
+
+    Raises:
+        Overflow: it is true.
+    """
+    if has_overflowed is not None and has_overflowed.item():
+        raise Overflow
+
+
 class Budget:
     """The budget of a plan's buffers.
 
@@ -104,7 +132,7 @@ class Budget:
     """
 
     def __init__(self, plan: Plan, world: World) -> None:
-        self._group = world.groups["-".join(plan.axes)]
+        self._plan, self._world = plan, world
         self.steps = self.repeated = 0
 
     def checked(self, rows: Sequence[Mapping[str, Tensor]], finished: Finished) -> Finished:
@@ -115,25 +143,13 @@ class Budget:
             finished: makes them.
         """
 
-        def check(local_gradients: dict[str, Tensor], signature: Hashable, finish: Finish) -> Mapping[str, Tensor]:
-            has_overflowed = self.has_overflowed(rows)
-            if has_overflowed is not None and has_overflowed.item():
-                raise Overflow
+        def finish_checked(
+            local_gradients: dict[str, Tensor], signature: Hashable, finish: Finish
+        ) -> Mapping[str, Tensor]:
+            check(overflowed(rows, self._world, self._plan))
             return finished(local_gradients, signature, finish)
 
-        return check
-
-    def has_overflowed(self, rows: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
-        """Returns whether rows had no place on any rank, a bool scalar on the device. A collective call.
-
-        Args:
-            rows: as for `checked`.
-
-        Returns:
-            None if there are places for all rows that may come.
-        """
-        excess = [value.flatten() for part in rows for name, value in part.items() if is_excess(name)]
-        return max_over(torch.cat(excess).amax(), self._group) > 0 if excess else None
+        return finish_checked
 
     def __str__(self) -> str:
         return (

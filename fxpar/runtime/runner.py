@@ -91,17 +91,24 @@ class StageRunner(Protocol):
         state: Callable[[], Tensor],
         scaler: torch.amp.GradScaler | None,
         new: Written,
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Runs forward and backward of all microbatches; returns the loss, and this rank's gradients by parameter.
+        is_recorded: bool,
+    ) -> tuple[Tensor, Mapping[str, Tensor], Tensor | None]:
+        """Runs forward and backward of all microbatches.
 
         Args:
             calls: the microbatches, bound to this rank's weights; all ranks of a pipeline have the same.
             state: gives the random state of the step.
             scaler: scales what is differentiated.
             new: takes the values of the buffers that any stage writes.
+            is_recorded: whether a graph records the step, so that nothing may be read on the host.
+
+        Returns:
+            The loss, this rank's gradients by parameter, and of a recorded step whether rows of experts had no place on
+            any rank, a bool scalar on the device; None where all rows have places.
 
         Raises:
             InputError: microbatches that leave other gradients, or nothing to train.
+            Overflow: rows had no place, in a step that no graph records. It has changed nothing.
         """
 
     def clip(self, parameters: Mapping[str, Tensor], max_norm: float) -> Tensor:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from fxpar.errors import InputError, shown
 from fxpar.plan.plan import Plan
 from fxpar.runtime.bound_batch import BoundBatch, Written
-from fxpar.runtime.expert_loads import Budget, Finished, Loads, Overflow, gathered
+from fxpar.runtime.expert_loads import Budget, Finished, Loads, Overflow, gathered, overflowed
 from fxpar.runtime.grad_buffers import call_hooks
 from fxpar.runtime.graph_modes import NoGraphs, Run
 from fxpar.runtime.microbatches import Microbatch, MicrobatchResult, StepOptions, StepResult, run_microbatches
@@ -157,7 +157,7 @@ class Training:
                 self._random.step = number  # the step draws the same bits again
                 for leaf, gradient in gradients:
                     leaf.grad = gradient
-                outcome = self._repeated(calls, run)
+                outcome = self._repeated(calls, run, options)
         if self.budget is not None:
             self.budget.steps += 1
         if self._graphs.holds_steps:
@@ -175,11 +175,14 @@ class Training:
             loss = loss if call.are_equal is None else loss.where(call.are_equal, torch.nan)
         return replace(outcome, loss=loss)
 
-    def _repeated(self, calls: Sequence[BoundBatch], run: Run) -> StepResult:
+    def _repeated(self, calls: Sequence[BoundBatch], run: Run, options: StepOptions) -> StepResult:
         """Runs a step that has overflowed with as many places as rows may need."""
         assert self.budget is not None
         self.budget.repeated += 1
-        return run(self._runner.all_prepared(self._batches.with_all_places(calls)), self._random.draw)
+        calls = self._runner.all_prepared(self._batches.with_all_places(calls))
+        if self._graphs.holds_steps:  # a graph of what seldom comes is not worth its memory
+            return run(calls, self._random.draw)
+        return self._graphs.train(calls, run, options, self._random, self._buffers, self._waiting)
 
     def _run(
         self,
@@ -199,7 +202,7 @@ class Training:
         rows: list[Mapping[str, Tensor]] = []
         new = Written()
         if self._pipeline is not None:
-            loss, gradients = self._pipeline.step(calls, state, options.scaler, new)
+            loss, gradients, has_overflowed = self._pipeline.step(calls, state, options.scaler, new, is_recorded)
         elif len(calls) == 1 and self.budget is None:
             left = self._runner.step(calls[0], state, None, options.scaler)
             rows.append(left.rows)
@@ -208,7 +211,7 @@ class Training:
         else:
             loss, gradients = self._microbatches(calls, state(), rows, options, new, is_recorded)
             if is_recorded and self.budget is not None:
-                has_overflowed = self.budget.has_overflowed(rows)
+                has_overflowed = overflowed(rows, self._world, self._plan)
         # After the last backward: it may still read the old values of the buffers that the forward has updated.
         new.commit(self._tensors.all, has_overflowed)
         load = gathered(rows, self._world, self._plan)

@@ -57,11 +57,19 @@ class Routed(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         """Both [b, s]."""
         x = self.words(ids)
-        tokens = x.view(-1, WIDTH)
-        shares = self.shares(tokens)
+        shares = self.shares(x.view(-1, WIDTH))
         top = shares.topk(self.choices)
+        logits = self.head(self.mixed(x, top))
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        if self.load:
+            chosen = functional.one_hot(top.indices, self.experts).float().sum(1)
+            loss = loss + (chosen.mean(0) * shares.mean(0)).sum()
+        return loss
+
+    def mixed(self, x: Tensor, top: Any) -> Tensor:
+        """Adds what the experts that `top` says make of x [b, s, WIDTH]."""
         made = experts(
-            tokens,
+            x.view(-1, WIDTH),
             top.indices,
             top.values,
             self.gate_up,
@@ -69,12 +77,7 @@ class Routed(nn.Module):
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
         )
-        logits = self.head(x + self.drop(made.view(x.shape)))
-        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        if self.load:
-            chosen = functional.one_hot(top.indices, self.experts).float().sum(1)
-            loss = loss + (chosen.mean(0) * shares.mean(0)).sum()
-        return loss
+        return x + self.drop(made.view(x.shape))
 
     def shares(self, tokens: Tensor) -> Any:
         """The router's, of tokens [t, WIDTH]."""

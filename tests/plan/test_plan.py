@@ -251,6 +251,7 @@ def test_what_an_expert_takes_is_an_option_of_every_layout() -> None:
     assert limited.on_one_rank() == Plan()
     assert Plan(dp=2, ep=2, experts=Experts(capacity_factor=1, dispatch="dropless")).experts.capacity_factor == 1
     assert Plan(dp=2, ep=2, experts=Experts(capacity_factor=2, recv_capacity_factor=1.5)).experts.capacity_factor == 2
+    assert Plan(pp=2, dp=2, ep=2, experts=Experts(recv_capacity_factor=1.5)).world_size == 4
 
 
 @pytest.mark.parametrize(
@@ -273,7 +274,6 @@ def test_what_an_expert_takes_is_an_option_of_every_layout() -> None:
             {"experts": Experts(recv_capacity_factor=2, dispatch="dropless"), "dp": 2, "ep": 2},
             "is of dispatch='static' with ep of at least 2",
         ),
-        ({"experts": Experts(recv_capacity_factor=2), "dp": 2, "ep": 2, "pp": 2}, "leave it out, or pp=1"),
         (
             {
                 "experts": Experts(recv_capacity_factor=2),

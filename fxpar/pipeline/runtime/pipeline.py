@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fxpar.errors import InputError
 from fxpar.ir.program import Program, tensor_type
 from fxpar.ir.stages import Stage, holders, received_name
-from fxpar.ir.step import RNG_PATH, buffer_name, is_buffer, written
+from fxpar.ir.step import RNG_PATH, buffer_name, is_buffer, is_excess, written
 from fxpar.ops.mesh_process_groups import hold
 from fxpar.ops.process_group import Group, max_over, sum_over
 from fxpar.pipeline.compiler.builtin_schedules import schedule_of
@@ -38,6 +38,7 @@ from fxpar.plan.plan import Plan
 from fxpar.rewrite.loss_reduction import COUNT
 from fxpar.runtime.bound_batch import BoundBatch, Written
 from fxpar.runtime.calls import LoweredStep
+from fxpar.runtime.expert_loads import check, overflowed
 from fxpar.runtime.grad_buffers import Waiting
 from fxpar.runtime.microbatches import Microbatch, joined_loss, unit_of, weight
 from fxpar.runtime.rank_consensus import is_lost
@@ -95,7 +96,8 @@ class PipelineExecutor(Evaluation):
         state: Callable[[], Tensor],
         scaler: torch.amp.GradScaler | None,
         new: Written,
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        is_recorded: bool,
+    ) -> tuple[Tensor, Mapping[str, Tensor], Tensor | None]:
         """Implements `StageRunner`."""
         order = self.order(len(calls))
         schedule = order.schedule
@@ -115,13 +117,16 @@ class PipelineExecutor(Evaluation):
                 raise dist.DistError(f"{_said(action)}: {str(error).splitlines()[0]}") from error
             if self._waiting.is_idle and action in ends:
                 self._reduce(run, action.stage)
-        loss, factor = self._loss(run, calls[0])
+        loss, factor, has_overflowed = self._loss(run, calls[0])
         channels.finish()
         if self._side is not None:
             torch.cuda.current_stream(self._world.device).wait_stream(self._side)
+        if not is_recorded:
+            check(has_overflowed)  # all messages have come, and what waits for its sum is as it was
+            has_overflowed = None
         gradients = self._finished(run)
         self._share(calls, new)
-        return loss, {name: g if factor is None else g * factor for name, g in gradients.items()}
+        return loss, {name: g if factor is None else g * factor for name, g in gradients.items()}, has_overflowed
 
     def clip(self, parameters: Mapping[str, Tensor], max_norm: float) -> Tensor:
         """Implements `StageRunner`."""
@@ -204,24 +209,37 @@ class PipelineExecutor(Evaluation):
             like |= {fqn: call.values[node] for fqn, node in nodes.items()}
         new.share(self._world, maker, like)
 
-    def _loss(self, run: _PipelineStep, call: BoundBatch) -> tuple[Tensor, Tensor | None]:
-        """Returns the loss of the step on all ranks; where gradients were weighed by counts, what they are multiplied
-        by. No rank has it before all have received all that was sent to them."""
+    def _loss(self, run: _PipelineStep, call: BoundBatch) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns the loss of the step on all ranks. No rank has it before all have received all that was sent to them.
+
+        Returns:
+            The loss; where gradients were weighed by counts, what they are multiplied by; and where experts have fewer
+            places than rows may need, whether rows had none on any rank, a bool scalar.
+        """
         kind = tensor_type(call.compiled.program.output_nodes()[call.loss])
         is_counted = COUNT in call.compiled.program.outputs
-        loss_and_factor = torch.zeros(2, dtype=torch.float64, device=self._world.device)
+        # One sum for all of them: the ranks of a pipeline meet once at the end of a step.
+        totals = torch.zeros(3, dtype=torch.float64, device=self._world.device)
         holder = run.schedule.rank_of[-1]
         if self._world.place == holder:
             losses = [run.losses[i] for i in range(len(run.calls))]
             if is_counted and len(run.calls) > 1:
                 counts = torch.stack([run.counts[i] for i in range(len(run.calls))])
-                loss_and_factor[0] = (torch.stack(losses) * counts).sum() / counts.sum()
+                totals[0] = (torch.stack(losses) * counts).sum() / counts.sum()
                 assert run.unit is not None
-                loss_and_factor[1] = unit_of(run.unit) / counts.sum()
+                totals[1] = unit_of(run.unit) / counts.sum()
             else:
-                loss_and_factor[0] = joined_loss(losses, call.adds)
-        loss_and_factor = sum_over(loss_and_factor, self._world.groups["pp"])
-        return loss_and_factor[0].to(kind.dtype), loss_and_factor[1] if is_counted and len(run.calls) > 1 else None
+                totals[0] = joined_loss(losses, call.adds)
+        of_stages = overflowed(run.rows, self._world, self._plan)
+        if of_stages is not None:
+            totals[2] = of_stages
+        loss, factor, overflows = sum_over(totals, self._world.groups["pp"])
+        has_budget = any(map(is_excess, call.compiled.program.outputs))
+        return (
+            loss.to(kind.dtype),
+            factor if is_counted and len(run.calls) > 1 else None,
+            overflows > 0 if has_budget else None,
+        )
 
 
 def _said(action: Action) -> str:
@@ -244,6 +262,7 @@ class _PipelineStep:
         last: of each stage the step that ran last.
         gradients: of the stages whose microbatches have all run, by stage and name of the parameter.
         unit: what counted in the microbatch whose loss was there first.
+        rows: of each forward so far, for how many rows of experts there was no place, by name of the output.
     """
 
     def __init__(
@@ -263,6 +282,7 @@ class _PipelineStep:
         self.last: dict[int, FinishedForward] = {}
         self.gradients: dict[int, Mapping[str, Tensor]] = {}
         self.unit: Tensor | None = None
+        self.rows: list[dict[str, Tensor]] = []
         self._flying: dict[tuple[int, int], FinishedForward] = {}
         # What stays on this rank: by kind, sending stage and microbatch.
         self._kept: dict[tuple[Kind, int, int], list[Tensor]] = {}
@@ -310,6 +330,7 @@ class _PipelineStep:
         if action.stage + 1 < self.schedule.stages:
             self._give(action, Kind.ACTIVATION, [pending.outputs[name] for name in stage.sent])
         self._new.add(pending.outputs)
+        self.rows.append({name: value for name, value in pending.outputs.items() if is_excess(name)})
         pending.release(stage.sent)
         self._flying[action.stage, action.microbatch] = pending
 
@@ -376,9 +397,8 @@ class _PipelineStep:
 def _lowered(call: BoundBatch, stage: Stage, steps: Steps) -> LoweredStep:
     """Returns the step of a stage."""
     leaves = frozenset(call.leaves) & {p.fqn for p in stage.program.parameters}
-    new = filter(is_buffer, stage.program.outputs)
-    names = (*stage.sent, *(n for n in (call.loss, COUNT) if n in stage.program.outputs), *new)
-    return steps.step(stage.tangents, leaves, names)
+    more = [n for n in stage.program.outputs if n in (call.loss, COUNT) or is_buffer(n) or is_excess(n)]
+    return steps.step(stage.tangents, leaves, (*stage.sent, *more))
 
 
 # Loss scaling over the stages of a pipeline.
