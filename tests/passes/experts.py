@@ -66,7 +66,7 @@ class Routed(nn.Module):
             loss = loss + (chosen.mean(0) * shares.mean(0)).sum()
         return loss
 
-    def mixed(self, x: Tensor, top: Any) -> Tensor:
+    def mixed(self, x: Tensor, top: Any) -> Any:
         """Adds what the experts that `top` says make of x [b, s, WIDTH]."""
         made = experts(
             x.view(-1, WIDTH),
