@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -315,6 +315,9 @@ class EngineSchedule:
     def start(self) -> None:
         """Begins a step."""
         self._started.clear()
+        if not self._graphed:  # a step that failed before its end is forgotten
+            self.order.clear()
+            self.stages.clear()
 
     def microbatch(self, number: int, key: Hashable, calls: StepCalls, inputs: Collection[str]) -> Runnable:
         """Returns what runs the next microbatch of a stage.
@@ -334,13 +337,7 @@ class EngineSchedule:
         if self._graphed:
             return
         stages = [self.stages[number] for number in sorted(self.stages)]
-        wrong = next((h.dtype for stage in stages for h in stage.handles if h.dtype not in _TYPES), None)
-        if wrong is not None:
-            raise InputError(
-                f"Transformer Engine captures no pipeline whose gradients are {wrong}",
-                where=_WHERE,
-                remedy="train in float32, bfloat16 or float16, or set CudaGraphs('partial')",
-            )
+        check_types(h.dtype for stage in stages for h in stage.handles)
         count = len(self.order) // len(stages) // 2
         # A list: Transformer Engine puts into it which inputs several microbatches share.
         samples = [stage.sample() for stage in stages for _ in range(count)]
@@ -365,6 +362,21 @@ class EngineSchedule:
             for function in graphed:
                 function.reset()
         self._graphed, self.stages = {}, {}
+
+
+def check_types(dtypes: Iterable[torch.dtype]) -> None:
+    """Refuses types of gradients that Transformer Engine cannot keep the memory of.
+
+    Raises:
+        InputError: names the type.
+    """
+    wrong = next((dtype for dtype in dtypes if dtype not in _TYPES), None)
+    if wrong is not None:
+        raise InputError(
+            f"Transformer Engine captures no pipeline whose gradients are {wrong}",
+            where=_WHERE,
+            remedy="train in float32, bfloat16 or float16, or set CudaGraphs('partial')",
+        )
 
 
 def _differs(where: str) -> InputError:
@@ -427,7 +439,7 @@ class EngineGraphs(PartialGraphs):
         """Implements `NoGraphs.train`.
 
         Raises:
-            InputError: microbatches of a pipeline differ.
+            InputError: microbatches of a pipeline differ, or its weights are of a type that cannot be captured.
         """
         if not self._stages:
             return super().train(batches, run, options, random, buffers, waiting)
@@ -436,6 +448,7 @@ class EngineGraphs(PartialGraphs):
         for index, kind in enumerate(kinds):
             if kind != kinds[0]:
                 raise _differs(f"microbatch {index}")
+        check_types(leaf.dtype for leaf in batches[0].leaves.values())
         key = ("step", len(batches), *kinds[0])
         self.is_known(key)
         self._schedule = self.in_free_pool(key, lambda pool: EngineSchedule(pool, self._device))

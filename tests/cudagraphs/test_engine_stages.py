@@ -171,20 +171,49 @@ def test_what_is_transposed_in_its_memory_keeps_its_order(world2: World) -> None
         assert captured.compared.is_equal
 
 
-def doubled() -> str:
-    """What is said of a model in float64."""
+def doubled() -> tuple[str, bool]:
+    """What is said of a model in float64, and whether its weights are as they were."""
     with pytest.MonkeyPatch.context() as patch:
         engine.install(patch)
         (batch,) = stages.microbatches([2])
         model = fxpar.parallelize(stages.Deep().double().train(), fxpar.Plan(pp=2, cuda_graphs=ENGINE), batch[0])
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
         with pytest.raises(InputError) as caught:
-            model.train_step(batch)
+            model.train_step(batch, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        are_same = all(map(torch.equal, weights, model.parameters()))
         model.close()
-    return caught.value.reason
+    return caught.value.reason, are_same
 
 
 def test_types_that_it_does_not_know_are_refused(world2: World) -> None:
-    assert world2.run(doubled) == ["Transformer Engine captures no pipeline whose gradients are torch.float64"] * 2
+    said = "Transformer Engine captures no pipeline whose gradients are torch.float64"
+    assert world2.run(doubled) == [(said, True)] * 2
+
+
+def hooked() -> list[list[int] | None]:
+    """What is captured after a first step that a user's hook has failed."""
+    engine.SEEN, fails = engine.Calls(), [True]
+
+    def hook(_: Tensor) -> None:
+        if fails.pop():
+            raise InputError("fails", where="hook", remedy="none")
+
+    with pytest.MonkeyPatch.context() as patch:
+        engine.install(patch)
+        (batch,) = stages.microbatches([2])
+        model = fxpar.parallelize(stages.Deep().train(), fxpar.Plan(pp=2, cuda_graphs=ENGINE), batch[0])
+        handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in model.parameters()]
+        with pytest.raises(InputError, match="hook"):
+            model.train_step(batch, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        for handle in handles:
+            handle.remove()
+        model.train_step(batch)
+        model.close()
+    return engine.SEEN.orders
+
+
+def test_a_first_step_that_has_failed_is_forgotten(world2: World) -> None:
+    assert world2.run(hooked) == [[[1, 1, -1, -1]], [[1, -1, 1, -1]]]
 
 
 def test_tied_weights_and_evaluations_change_no_bit(world2: World) -> None:
