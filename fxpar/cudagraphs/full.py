@@ -211,7 +211,8 @@ class Iteration(Generic[Result]):
         """Frees the graph and what it holds."""
         if self._recording is not None:
             self._recording.reset()
-        self._result = None
+        self._pool.static_bytes -= sum(value.nbytes for static in self._static for value in static.tensors.values())
+        self._static, self._result = [], None
 
 
 # An optimizer's step inside of a graph.

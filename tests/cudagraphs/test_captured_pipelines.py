@@ -113,6 +113,7 @@ def test_a_rank_records_again_with_one_that_has_other_variants(world2: World) ->
     assert last.is_equal
     assert first.graphs == [0, 0, 1, 1, 1, 1]
     assert last.graphs == [0, 0, 1, 2, 2, 2]
+    assert last.figures.static_bytes == 2 * first.figures.static_bytes  # what was recorded before is freed
 
 
 def test_what_one_stage_cannot_capture_is_refused_by_all_in_front_of_the_schedule(world2: World) -> None:
