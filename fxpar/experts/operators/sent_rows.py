@@ -428,7 +428,7 @@ def unpacked_rows(x: Tensor, sizes: Tensor, ranks: int) -> Tensor:
 def start_there(x: Tensor, sizes: Tensor, group: str, ranks: int) -> Tensor:
     """Starts to send the rows to their experts."""
     sent, received, _ = _numbers(sizes, ranks, x.shape[-2])
-    packed = x.reshape(-1, x.shape[-1])[: sum(sent)]
+    packed = x.contiguous().view(-1, x.shape[-1])[: sum(sent)]
     return _c10d.all_to_all_single(packed, received, sent, group)  # type: ignore[no-any-return]
 
 
