@@ -339,7 +339,8 @@ class Waiting:
                 raise InputError(
                     "leaves other gradients than the calls that wait for their sum",
                     where="no_sync",
-                    remedy="make calls of one structure, mode and kind of sizes under no_sync and right after it",
+                    remedy="pass the microbatches of a step as one list, or make calls of one structure, mode and "
+                    "kind of sizes under no_sync and right after it",
                 )
             torch._foreach_add_(list(unsummed.values()), [self._held[name] for name in unsummed])
         if self.holds:

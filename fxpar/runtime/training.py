@@ -178,11 +178,15 @@ class Training:
     def _repeated(self, calls: Sequence[BoundBatch], run: Run, options: StepOptions) -> StepResult:
         """Runs a step that has overflowed with as many places as rows may need."""
         assert self.budget is not None
-        self.budget.repeated += 1
         calls = self._runner.all_prepared(self._batches.with_all_places(calls))
+        if self._pipeline is not None:
+            self._pipeline.prepare(calls)
         if self._graphs.holds_steps:  # a graph of what seldom comes is not worth its memory
-            return run(calls, self._random.draw)
-        return self._graphs.train(calls, run, options, self._random, self._buffers, self._waiting)
+            outcome = run(calls, self._random.draw)
+        else:
+            outcome = self._graphs.train(calls, run, options, self._random, self._buffers, self._waiting)
+        self.budget.repeated += 1
+        return outcome
 
     def _run(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -124,7 +123,6 @@ def train(
     optimizer: str = "adamw",
     inside: bool = True,
     every: int = 1,
-    deferred: bool = False,
     evaluate: bool = False,
     **plan: Any,
 ) -> Outcome:
@@ -136,7 +134,6 @@ def train(
         optimizer: of `OPTIMIZERS`.
         inside: passes the optimizer to `train_step`, in the last of `every` steps.
         every: steps of which gradients are added up; after the last of all steps there are some.
-        deferred: whether they are summed over the ranks in the last of these steps alone.
         evaluate: calls the model on the first batch at the end.
     """
     torch.manual_seed(0)
@@ -149,8 +146,7 @@ def train(
     losses, loads = list[Any](), list[Tensor]()
     for i, batch in enumerate(batches):
         if (i + 1) % every:
-            with model.no_sync() if deferred else nullcontext():
-                losses.append(model.train_step(batch))
+            losses.append(model.train_step(batch))
         elif inside:
             losses += [model.train_step(batch, optimizer=stepper, max_norm=0.5), model.step_flags.norm]
         else:
