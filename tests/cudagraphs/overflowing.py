@@ -141,7 +141,7 @@ def train(
     first = batches[0][0] if isinstance(batches[0], list) else batches[0]
     model = fxpar.parallelize(build().train(), fxpar.Plan(cuda_graphs=fxpar.CudaGraphs(impl), **options), first)
     for line in symmetric_buffer._OPEN.values():
-        line.poisons = True  # what came is overwritten when it was read
+        line.poisons = model.world.device.type == "cpu"  # what came is overwritten when it was read
     stepper = OPTIMIZERS[optimizer](model.parameters())
     losses, loads = list[Any](), list[Tensor]()
     for i, batch in enumerate(batches):
