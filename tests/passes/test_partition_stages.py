@@ -14,6 +14,7 @@ import fxpar
 from fxpar.capture.capture import capture
 from fxpar.cli.models import load_model
 from fxpar.compile import compile_model, compile_program
+from fxpar.cost.seconds import filled
 from fxpar.cost.stage_cut_points import StageShare, divisible, stage_shares
 from fxpar.errors import CheckFailed, FxparError, InputError
 from fxpar.ir.program import Program, note, update
@@ -146,6 +147,45 @@ def test_stages_of_a_model_that_is_quicker_than_a_message_are_alike() -> None:
     shares = stage_shares(staged(Plan(pp=4)))
     assert all(share.first for share in shares)
     assert unevenness(shares) < 1.5
+
+
+class _Cast(nn.Module):
+    """Two matrices in bfloat16, and a loss in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.head = nn.Linear(8, 8), nn.Linear(8, 4096)
+        self.bfloat16()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.narrow(x).relu()).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _seconds(compile: bool, multiprocessors: int) -> dict[str, list[float]]:
+    """By operator, where memory takes next to no time."""
+    cost = fxpar.Cost(memory=1e30, multiprocessors=multiprocessors)
+    example = {"x": torch.randn(2, 4, 8, dtype=torch.bfloat16), "labels": torch.zeros(2, 4, dtype=torch.long)}
+    forward = divisible(compile_model(_Cast(), example, Plan(pp=2, compile=compile, cost=cost)).program)
+    seconds: dict[str, list[float]] = {}
+    for node, each in zip(forward.order, forward.seconds, strict=True):
+        seconds.setdefault(str(node.target).split(".")[1], []).append(each)
+    return seconds
+
+
+def test_few_rows_fill_fewer_multiprocessors() -> None:
+    waves, full = _seconds(False, 132), _seconds(False, 1)
+    (narrow, head), (plain, wide) = waves["linear"], full["linear"]
+    # One tile of 64 by 64, of which 8 by 8 are computed; and 64 of them, on 132 multiprocessors.
+    assert narrow / plain == pytest.approx(132 * 64 * 64 / (8 * 8 * 0.65))
+    assert head / wide == pytest.approx(1 / filled(1, 8, 4096, 132))
+    assert narrow / plain > head / wide
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_a_cast_to_a_wider_type_is_stored_where_nothing_is_compiled(compile: bool) -> None:
+    (cast,) = _seconds(compile, 132)["_to_copy"]
+    assert (cast == 0.0) == compile
 
 
 def _first_of(program: Program, stage: int) -> str:
