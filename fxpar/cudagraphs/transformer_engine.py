@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -36,7 +37,7 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FLIGHT, _OUTPUTS, _GRADIENTS = "flight", "outputs", "gradients"
 
 
-class _Captured:
+class _Captured(ABC):
     """Forward and backward as Transformer Engine captures them.
 
     Args:
@@ -60,9 +61,9 @@ class _Captured:
         """Runs the forward; as `Runnable.forward`."""
         return self.calls.forward(self.values | dict(zip(self.inputs, inputs, strict=True)), self.sizes)
 
+    @abstractmethod
     def gradients_of_handles(self, saved: Values, tangents: Mapping[str, Tensor]) -> Sequence[Tensor]:
         """Runs the backward; as for `Runnable.input_backward`."""
-        raise NotImplementedError
 
 
 class _StepFunction(torch.autograd.Function):
