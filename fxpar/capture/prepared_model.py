@@ -9,6 +9,7 @@ model with memory.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxpar.capture.python_state import untouched
+from fxpar.errors import InputError
 from fxpar.ir.program import PRECISION_DTYPES
 from fxpar.plan.plan import Plan
 from fxpar.torch_internals import FakeTensor, FakeTensorMode, disable_current_modes
@@ -163,3 +165,31 @@ def _fakes(mode: FakeTensorMode, values: list[Tensor]) -> dict[int, Tensor]:
                     fake._is_param = True
                     fake.requires_grad_(value.requires_grad)
     return fakes
+
+
+def skeleton_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """Returns a copy of the model, in its modes, whose tensors have shapes and no memory.
+
+    Args:
+        model: is left as it is.
+        dtype: element type of the copy's floating parameters; None for their own. Buffers keep theirs: rotary
+            frequencies in half precision are wrong.
+
+    Raises:
+        InputError: something in the model cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        shape = torch.empty_like(parameter, dtype=kind, device="meta")
+        memo[id(parameter)] = nn.Parameter(shape, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise InputError(
+            f"the model cannot be copied: {str(error).splitlines()[0]}",
+            where=type(model).__name__,
+            remedy="keep locks, files and tensors with a history out of its attributes",
+        ) from error

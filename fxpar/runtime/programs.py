@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxpar.capture.capture import Captured, arguments
-from fxpar.capture.prepared_model import cast_inputs, in_precision, input_dtype
+from fxpar.capture.prepared_model import cast_inputs, in_precision, input_dtype, skeleton_of
 from fxpar.compile import compile_model, compile_program
 from fxpar.errors import FxparError, InputError
 from fxpar.ir.program import PRECISION_DTYPES, Input, Program, TensorType, note, output_layouts
@@ -36,7 +36,6 @@ from fxpar.plan.plan import Plan
 from fxpar.runtime import batch as calls
 from fxpar.runtime.bound_batch import BoundBatch, Compiled
 from fxpar.runtime.graph_modes import NoGraphs
-from fxpar.runtime.meta_model import skeleton_of
 from fxpar.runtime.rank_batches import Shapes, fit_batch, largest
 from fxpar.runtime.steps import PeerMemory, Steps
 from fxpar.runtime.world import World

@@ -12,9 +12,9 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from fxpar.capture.capture import capture
+from fxpar.capture.prepared_model import skeleton_of
 from fxpar.errors import CaptureError, PlanError
 from fxpar.plan.plan import Plan
-from fxpar.runtime.meta_model import skeleton_of
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.values import check_capture

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxpar
 from fxpar.errors import InputError
-from fxpar.runtime.meta_model import attach, seal
+from fxpar.runtime.local_model import attach, seal
 from fxpar.runtime.parameters import Elsewhere, class_of, original_of
 from fxpar.runtime.refusals import Root, Submodule
 
