@@ -15,14 +15,16 @@ from fxpar.checkpoint.initial import open_alike
 from fxpar.checkpoint.parallel_module import ParallelModule, local_weights
 from fxpar.checkpoint.safetensors_files import Checkpoint
 from fxpar.compile import check_arguments
-from fxpar.cudagraphs import full
+from fxpar.cudagraphs.full import FullIterationGraphs
+from fxpar.cudagraphs.graph_cache import PartialGraphs
+from fxpar.cudagraphs.transformer_engine import EngineGraphs
 from fxpar.errors import InputError, shown
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.peer_memory.runtime.copy_transport import CopyTransport
 from fxpar.pipeline.runtime.pipeline import PipelineExecutor
 from fxpar.plan.plan import Plan
-from fxpar.runtime import graph_modes
+from fxpar.runtime.graph_modes import MODES
 from fxpar.runtime.prefetch import Prefetched
 from fxpar.runtime.refusals import Unwrappable
 from fxpar.runtime.runner import STAGE_RUNNERS
@@ -30,7 +32,7 @@ from fxpar.runtime.steps import TRANSPORTS
 from fxpar.runtime.world import connect, join, start_workers
 
 # The features of the runtime, which knows them by these registries alone.
-graph_modes.MODES.update(full.MODES)
+MODES |= {"partial": PartialGraphs, "transformer_engine": EngineGraphs, "full_iteration": FullIterationGraphs}
 STAGE_RUNNERS["pp"] = PipelineExecutor
 TRANSPORTS["copy"] = CopyTransport
 

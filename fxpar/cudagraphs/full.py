@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from fxpar.cudagraphs.graph_cache import CachedGraphs, PartialGraphs, key_of_batch, refuse_uncaptured
+from fxpar.cudagraphs.graph_cache import CachedGraphs, key_of_batch, refuse_uncaptured
 from fxpar.cudagraphs.partial import Static
 from fxpar.cudagraphs.pool import Pool, Recording
-from fxpar.cudagraphs.transformer_engine import EngineGraphs
 from fxpar.errors import InputError
 from fxpar.runtime.bound_batch import BoundBatch
 from fxpar.runtime.expert_loads import check
@@ -254,11 +253,3 @@ def state_of(optimizer: Optimizer) -> Hashable:
         groups.append((repr(numbers), tuple(map(id, group["params"]))))
     values = (value for state in optimizer.state.values() for value in state.values())
     return id(optimizer), tuple(groups), tuple(value.data_ptr() for value in values if isinstance(value, Tensor))
-
-
-# Classes of the modes by their names in a plan.
-MODES: dict[str, type[CachedGraphs]] = {
-    "partial": PartialGraphs,
-    "transformer_engine": EngineGraphs,
-    "full_iteration": FullIterationGraphs,
-}

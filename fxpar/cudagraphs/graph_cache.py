@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.cudagraphs.partial import GraphedForward, GraphedStep, StageStep
-from fxpar.cudagraphs.pool import Pool, new_pool
+from fxpar.cudagraphs.pool import CudaPool, Pool
+from fxpar.cudagraphs.stand_in import StandInPool
 from fxpar.errors import InputError
 from fxpar.ir.program import describe, note
 from fxpar.plan.option_groups import CudaGraphs
@@ -38,6 +39,13 @@ class _Graphed(Protocol):
 Variant = TypeVar("Variant", bound=_Graphed)
 # What a rank says of a key that has come before and is not recorded.
 _SEEN = 1
+
+
+def new_pool(device: torch.device) -> Pool:
+    """Returns an empty pool."""
+    if device.type == "cuda":
+        return CudaPool(device)
+    return StandInPool()
 
 
 class CachedGraphs(NoGraphs):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.cudagraphs import transformer_engine
-from fxpar.cudagraphs.pool import Recording, StandInPool
+from fxpar.cudagraphs.stand_in import StandInPool, Tape
 from fxpar.runtime.graph_modes import recorder
 
 _WARM_UPS = 3
@@ -98,7 +98,7 @@ class _Recorded:
         self.outputs: dict[int, tuple[Tensor, ...]] = {}
         self.tangents: dict[int, list[Tensor | None]] = {}
         self.gradients: dict[int, list[Tensor]] = {}
-        self.graphs: dict[tuple[int, int], Recording] = {}
+        self.graphs: dict[tuple[int, int], Tape] = {}
         self.position, self.flying, self.last = 0, set[int](), -1
         shared: dict[Any, list[Tensor | None]] = {}
         for i, sign in passes:
