@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fxpar.experts.compiler.choices import PICKS, picked_rows_error
-from fxpar.experts.compiler.recognize import write_loops, write_pairs, write_sorted
+from fxpar.experts.compiler.graph_forms import write_loops, write_pairs, write_sorted
 from fxpar.experts.compiler.routing_facts import routing_facts
 from fxpar.ir.program import Program, name_sizes, note, output_types, remove_dead
 from fxpar.ir.properties import Property
@@ -41,7 +41,7 @@ def recognize_experts(program: Program) -> Program:
         %y = fxpar.grouped_linear.default(%rows, %w, %counts, False) : f32[2*b*s, 128]
         %sum = fxpar.moe_combine.default(%y, %weights, %order, float32) : f32[b*s, 128]
 
-    Rows that a model sorts itself become the same (`fxpar.experts.compiler.recognize`).
+    Rows that a model sorts itself become the same (`fxpar.experts.compiler.graph_forms`).
 
     `routing_facts` says what each value is of the choice of a top-k. A choice is recognised where it is of as many
     experts as there are matrices, which are all others for a token: so many places of buffers go by that. What is not

@@ -25,7 +25,7 @@ from fxpar.capture.rowwise import check_row_wise
 from fxpar.capture.size_expressions import SizeError, check_splits, check_views, floats_as_tensors
 from fxpar.capture.trace import Offered, Trace, arguments, trace
 from fxpar.errors import CaptureError, PlanError
-from fxpar.experts.compiler.named_modules import substitutes
+from fxpar.experts.compiler.module_forms import substitutes
 from fxpar.ir.grad_flow import carried
 from fxpar.ir.program import Program, note
 from fxpar.ir.step import buffer_of, is_buffer

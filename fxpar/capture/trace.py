@@ -37,7 +37,7 @@ from fxpar.capture.python_state import OtherMemos, check_assignment, nothing_rem
 from fxpar.capture.recording import RECOMPUTE_KEY, Recorder, UntracedEffectMode, recording
 from fxpar.capture.size_expressions import SizeError
 from fxpar.errors import CaptureError
-from fxpar.experts.compiler.named_modules import refuse_loop
+from fxpar.experts.compiler.module_forms import refuse_loop
 from fxpar.torch_internals import DynamicOutputShapeException
 
 # Dynamo, for models that torch.export alone cannot trace: a graph module that exports like any other.

@@ -17,7 +17,7 @@ from fxpar.capture.capture import capture
 from fxpar.capture.prepared_model import trial_run
 from fxpar.compile import compile_program
 from fxpar.errors import CaptureError, PlanError
-from fxpar.experts.compiler import named_modules
+from fxpar.experts.compiler import module_forms
 from fxpar.ir.program import output_layouts
 from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
@@ -99,17 +99,17 @@ def test_models_without_memory_are_read_too(made: Any) -> None:
 
 
 def test_large_weights_are_tried_on_values_that_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named_modules, "_MOST", 8)
+    monkeypatch.setattr(module_forms, "_MOST", 8)
     model = Named(Gated(turned=True), Looped(turned=True, inner=WIDTH))
-    named = named_modules.named_experts(model, ALL, trial_run)
+    named = module_forms.named_experts(model, ALL, trial_run)
     assert [(each.path, each.reading.transposed) for each in named] == [
         ("layers.0.experts", True),
         ("layers.1.experts", True),
     ]
     with pytest.raises(PlanError, match=r"its output differs"):
-        named_modules.named_experts(Named(Limited()), ALL, trial_run)
+        module_forms.named_experts(Named(Limited()), ALL, trial_run)
     with pytest.raises(PlanError, match=r"other parameters get a gradient"):
-        named_modules.named_experts(Named(Frozen()), ALL, trial_run)
+        module_forms.named_experts(Named(Frozen()), ALL, trial_run)
 
 
 def test_without_a_line_the_loop_is_refused() -> None:
@@ -295,11 +295,11 @@ class Narrow(Looped):
 
 
 def test_what_does_not_run_in_float64_is_tried_in_float32() -> None:
-    (named,) = named_modules.named_experts(Named(Narrow()), ALL, trial_run)
+    (named,) = module_forms.named_experts(Named(Narrow()), ALL, trial_run)
     assert named.path == "layers.0.experts"
 
 
 def test_the_inner_features_are_those_of_the_module() -> None:
-    (named,) = named_modules.named_experts(Named(Looped()), ALL, trial_run)
+    (named,) = module_forms.named_experts(Named(Looped()), ALL, trial_run)
     assert (named.reading.first, named.reading.down, named.reading.width) == (("gate_up_proj",), "down_proj", WIDTH)
     assert named.module.get_parameter("down_proj").shape[-1] == INNER

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxpar.capture.capture import capture
 from fxpar.cli.models import Built, build
-from fxpar.experts.compiler.named_modules import routed_experts
+from fxpar.experts.compiler.module_forms import routed_experts
 from fxpar.ir.program import output_layouts
 from fxpar.plan.plan import Plan
 from fxpar.verification import verify
