@@ -5,7 +5,8 @@ Enters: the lines of a program. Leaves: edited texts, with the notes behind an e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from fxpar.errors import LayoutError, TextError
@@ -40,6 +41,25 @@ class Edit:
 
 
 Edits = Iterator[Edit]
+
+
+def sampled(kinds: Mapping[str, Callable[[Source], Edits]], source: Source, seed: int, count: int) -> list[Mutant]:
+    """A sample of a program's mutants, all kinds in turn, until there are `count` or no more.
+
+    Args:
+        seed: of the choice, and of the order of the kinds.
+    """
+    generator, found = random.Random(seed), dict[str, list[Edit]]()
+    for kind in generator.sample(list(kinds), len(kinds)):
+        found[kind] = list(kinds[kind](source))
+        generator.shuffle(found[kind])
+    chosen: list[Mutant] = []
+    while len(chosen) < count and any(found.values()):
+        for kind, edits in found.items():
+            if edits and len(chosen) < count:
+                edit = edits.pop()
+                chosen.append(Mutant(kind, edit.what, edit.text()))
+    return chosen
 
 
 def renamed(source: Source, name: str) -> Source:

@@ -6,13 +6,12 @@ was edited. Every edit is on lines of text; a mutant may be malformed, illegal, 
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from tests.verify import mutate_buckets, mutate_chosen
-from tests.verify.edits import Edit, Edits, Mutant
+from tests.verify.edits import Edit, Edits, Mutant, sampled
 from tests.verify.lines import ROWS, Line, Source
 
 _CUT = re.compile(r"S\((\d+)(?:: ([^)]*))?\)")
@@ -308,24 +307,10 @@ ALL = (*KINDS, "literal")
 
 
 def mutants(text: str, before: str, seed: int, count: int) -> list[Mutant]:
-    """A sample of a program's mutants, all kinds in turn, until there are `count` or no more.
+    """A sample of a program's mutants, as of `sampled`.
 
     Args:
-        text: the program.
         before: its text before `localize`; the same where it is not localised.
-        seed: of the choice, and of the order of the kinds.
-        count: how many.
     """
-    generator, source = random.Random(seed), Source.of(text)
-    found: dict[str, list[Edit]] = {}
-    for kind in generator.sample(ALL, len(ALL)):
-        edits = list(literal(source, Source.of(before)) if kind == "literal" else KINDS[kind](source))
-        generator.shuffle(edits)
-        found[kind] = edits
-    chosen: list[Mutant] = []
-    while len(chosen) < count and any(found.values()):
-        for kind, edits in found.items():
-            if edits and len(chosen) < count:
-                edit = edits.pop()
-                chosen.append(Mutant(kind, edit.what, edit.text()))
-    return chosen
+    kinds = {**KINDS, "literal": lambda source: literal(source, Source.of(before))}
+    return sampled(kinds, Source.of(text), seed, count)

@@ -6,12 +6,11 @@ readings of the text have them (`tests.verify.readings`).
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from tests.verify.edits import Edit, Edits, Mutant
+from tests.verify.edits import Edit, Edits, Mutant, sampled
 from tests.verify.lines import Line, Source
 
 _TENSOR = re.compile(r" : (\w+)\[([^\]]*)\](.*)$")
@@ -362,16 +361,4 @@ KINDS: Mapping[str, Callable[[Source], Edits]] = {
 
 def mutants(text: str, seed: int, count: int) -> list[Mutant]:
     """A sample of a program's mutants, the kinds in turn."""
-    generator, source = random.Random(seed), Source.of(text)
-    found: dict[str, list[Edit]] = {}
-    for kind in generator.sample(list(KINDS), len(KINDS)):
-        edits = list(KINDS[kind](source))
-        generator.shuffle(edits)
-        found[kind] = edits
-    chosen: list[Mutant] = []
-    while len(chosen) < count and any(found.values()):
-        for kind, edits in found.items():
-            if edits and len(chosen) < count:
-                edit = edits.pop()
-                chosen.append(Mutant(kind, edit.what, edit.text()))
-    return chosen
+    return sampled(KINDS, Source.of(text), seed, count)
