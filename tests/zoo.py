@@ -35,11 +35,7 @@ class Case:
     def model(self) -> nn.Module:
         """The model, the same at every call."""
         torch.manual_seed(1)
-        model = self.build().train()
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.data += 0.1 * torch.randn_like(parameter)
-        return model
+        return stirred(self.build().train())
 
     def example(self) -> Any:
         """The batch, the same at every call."""
@@ -49,6 +45,14 @@ class Case:
     def plan(self, tp: int) -> Plan:
         """The plan for tp ranks."""
         return Plan(tp=tp, split=self.split)
+
+
+def stirred(model: nn.Module) -> nn.Module:
+    """The model with biases and norm weights away from zeros and ones."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
 
 
 def tokens() -> dict[str, Tensor]:

@@ -22,21 +22,12 @@ from tests.runtime import models
 from tests.runtime.jobs import Found, kept, refusal, tp
 
 SEED, LIMIT = 7, 1000
-_SIZES: dict[str, Any] = {"vocab_size": 29, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_WORDS: dict[str, Any] = {"vocab_size": 29, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 def llama() -> nn.Module:
-    """Two key and value heads, which four ranks share; a vocabulary that none divides; tied words."""
-    size = transformers.LlamaConfig(
-        num_hidden_layers=1,
-        hidden_size=16,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=24,
-        tie_word_embeddings=True,
-        **_SIZES,
-    )
-    return transformers.LlamaForCausalLM(size)
+    """A vocabulary that no number of ranks divides; tied words."""
+    return models.llama(tie_word_embeddings=True, **_WORDS)
 
 
 def gpt2() -> nn.Module:
@@ -44,7 +35,7 @@ def gpt2() -> nn.Module:
     still = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     size: Any = transformers.GPT2Config
     return transformers.GPT2LMHeadModel(
-        size(n_layer=1, n_embd=16, n_head=4, n_inner=24, n_positions=8, **still, **_SIZES)
+        size(n_layer=1, n_embd=16, n_head=4, n_inner=24, n_positions=8, **still, **_WORDS, use_cache=False)
     )
 
 

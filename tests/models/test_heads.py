@@ -27,6 +27,7 @@ from fxpar.verify.values import TOLERANCE, call_inputs, program_state, verify_va
 from tests.models.table import Record, add_row
 from tests.verify.cases import prepared
 from tests.verify.cases import program as split
+from tests.zoo import stirred
 
 VOCABULARY, LAYERS = 256, 1
 _USUAL = {
@@ -63,11 +64,7 @@ class Model:
         config = getattr(transformers, f"{self.kind}Config")(use_cache=False, **tokens, **{**usual, **self.options})
         config._attn_implementation = self.options.get("attn_implementation", "sdpa")
         name = "GPT2LMHeadModel" if self.kind == "GPT2" else f"{self.kind}ForCausalLM"
-        model: nn.Module = getattr(transformers, name)(config).train()
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.data += 0.1 * torch.randn_like(parameter)
-        return model
+        return stirred(getattr(transformers, name)(config).train())
 
 
 def _llama(kv: int, heads: int = 8, **options: Any) -> dict[str, Any]:

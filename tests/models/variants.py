@@ -16,7 +16,7 @@ from fxpar.plan.plan import Plan
 from fxpar.verification import Verification
 from fxpar.verify.static import verify_static
 from fxpar.verify.values import call_inputs, check_capture, program_state, verify_values
-from tests.zoo import CASES, VOCABULARY, Case, NanoGPT
+from tests.zoo import CASES, VOCABULARY, Case, NanoGPT, stirred
 
 TEXT = ("gpt2", "bert", "llama", "qwen3", "bloom")
 _POSITIONS = ("gpt2", "bert", "llama", "qwen3")
@@ -117,10 +117,7 @@ def _odd(case: Case, tp: int) -> nn.Module:
             if name in config.to_dict() or name in config.attribute_map:
                 setattr(config, name, value)
         model = type(usual)(config)
-    for parameter in model.train().parameters():
-        if parameter.dim() == 1:
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    return model
+    return stirred(model.train())
 
 
 def _batch(case: Case, variant: Variant) -> Any:

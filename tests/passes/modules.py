@@ -18,6 +18,7 @@ from fxpar.plan.plan import Plan
 from fxpar.text.printing import print_program
 from fxpar.verify.static import STATIC
 from fxpar.verify.values import ValueReport, call_inputs, check_capture, program_state, verify_values
+from tests.zoo import stirred
 
 BATCH, SEQUENCE, WIDTH, HEADS, HEAD = 3, 16, 96, 8, 12
 
@@ -294,10 +295,7 @@ def batch_of(module: nn.Module) -> dict[str, Tensor]:
 def build(kind: Callable[..., nn.Module], *args: Any) -> tuple[nn.Module, Captured]:
     """A module in training mode and its capture."""
     torch.manual_seed(1)
-    module = kind(*args).train()
-    for parameter in module.parameters():
-        if parameter.dim() == 1:
-            parameter.data += 0.1 * torch.randn_like(parameter)
+    module = stirred(kind(*args).train())
     return module, capture(module, batch_of(module), Plan(tp=2))
 
 

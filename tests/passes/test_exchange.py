@@ -11,7 +11,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import fx
+from torch import Tensor, fx, nn
 
 import fxpar
 from fxpar.compile import compile_model, lower_program
@@ -165,16 +165,21 @@ def test_axes_that_cannot_are_left_alone() -> None:
         assert not any(note(node).buffer for node in nodes if node.op == "call_function")
 
 
-def test_every_call_of_a_region_has_the_same_buffers() -> None:
-    config = transformers.GPT2Config(n_layer=3, n_embd=32, n_head=4, vocab_size=64, use_cache=False)
+# Every sum of a small model is copied.
+COPIES = fxpar.Plan(
+    tp=2, communication=fxpar.Communication("copy"), cost=fxpar.Cost(least_copy=1.0, copy_latency=1e-12)
+)
+
+
+def gpt2(layers: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model and a batch."""
+    config = transformers.GPT2Config(n_layer=layers, n_embd=32, n_head=4, vocab_size=64, use_cache=False)
     ids = torch.zeros(2, 8, dtype=torch.int64)
-    plan = fxpar.Plan(
-        tp=2,
-        communication=fxpar.Communication("copy"),
-        cost=fxpar.Cost(least_copy=1.0, copy_latency=1e-12),
-    )
-    batch = {"input_ids": ids, "labels": ids}
-    program = compile_model(transformers.GPT2LMHeadModel(config).train(), batch, plan).program
+    return transformers.GPT2LMHeadModel(config).train(), {"input_ids": ids, "labels": ids}
+
+
+def test_every_call_of_a_region_has_the_same_buffers() -> None:
+    program = compile_model(*gpt2(3), COPIES).program
     trained = [p.fqn for p in program.parameters if p.trainable]
     step = PassManager(step_passes((program.loss,), (program.loss,), trained), STATIC).run(program)
     assert any(region_of(node) is not None for node in step.graph.nodes)
@@ -186,18 +191,11 @@ def test_every_call_of_a_region_has_the_same_buffers() -> None:
 
 
 def test_counts_and_simulated_ranks_take_a_step_with_buffers() -> None:
-    config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=4, vocab_size=64, use_cache=False)
-    ids = torch.zeros(2, 8, dtype=torch.int64)
-    plan = fxpar.Plan(
-        tp=2,
-        communication=fxpar.Communication("copy"),
-        cost=fxpar.Cost(least_copy=1.0, copy_latency=1e-12),
-    )
-    model, batch = transformers.GPT2LMHeadModel(config).train(), {"input_ids": ids, "labels": ids}
-    verify(model, batch, plan)
+    model, batch = gpt2(1)
+    verify(model, batch, COPIES)
     lowering = partial(lower_program, groups={"tp": Group("tp", 2)})  # nothing is sent
     counted = []
-    for each in (plan, plan.replace(communication=fxpar.Communication("nccl"))):
+    for each in (COPIES, COPIES.replace(communication=fxpar.Communication("nccl"))):
         program = compile_model(model, batch, each).program
         counted.append(
             make_report(program, counted_steps(program, lowering), name="gpt2", device=torch.device("cpu")).ranks

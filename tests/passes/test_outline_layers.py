@@ -23,7 +23,7 @@ from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import verify_static
 from tests.products import few
-from tests.zoo import CASES, VOCABULARY, tokens
+from tests.zoo import CASES, SIZES, VOCABULARY, tokens
 
 _LAYERS = """\
 fxpar 2
@@ -179,13 +179,8 @@ def test_regions_do_not_grow_with_depth() -> None:
 
 
 def _llama(layers: int) -> transformers.LlamaConfig:
-    sizes: dict[str, Any] = {
-        "hidden_size": 96,
-        "intermediate_size": 160,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-    }
-    return transformers.LlamaConfig(num_hidden_layers=layers, vocab_size=VOCABULARY, use_cache=False, **sizes)
+    sizes: dict[str, Any] = {**SIZES, "num_hidden_layers": layers, "num_key_value_heads": 4}
+    return transformers.LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **sizes)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -27,6 +27,7 @@ from fxpar.plan.plan import Plan
 from fxpar.runtime import inductor
 from fxpar.runtime.compiled import CompiledUnits
 from fxpar.runtime.inductor import Inductor
+from tests import zoo
 from tests.runtime.test_sent import NAME, Pair, pair
 
 __all__ = ["pair"]  # a fixture
@@ -332,13 +333,8 @@ def gpt2(layers: int) -> Any:
 
 
 def llama(layers: int) -> Any:
-    sizes: dict[str, Any] = {
-        "hidden_size": 96,
-        "intermediate_size": 160,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-    }
-    config = transformers.LlamaConfig(num_hidden_layers=layers, vocab_size=64, use_cache=False, **sizes)
+    sizes: dict[str, Any] = {**zoo.SIZES, "num_hidden_layers": layers, "num_key_value_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=64, use_cache=False, **sizes)
     return transformers.LlamaForCausalLM(config)
 
 

@@ -8,7 +8,7 @@ import transformers
 from fxpar.plan.plan import Plan
 from fxpar.verification import expect, verify
 from fxpar.verify.values import TOLERANCE
-from tests.zoo import CASES
+from tests.zoo import CASES, stirred
 
 
 def test_equal_sizes_change_nothing() -> None:
@@ -17,10 +17,7 @@ def test_equal_sizes_change_nothing() -> None:
     config = transformers.GPT2Config(
         n_layer=2, n_embd=64, n_head=8, n_inner=64, n_positions=64, vocab_size=64, use_cache=False
     )
-    model = transformers.GPT2LMHeadModel(config).train()
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data += 0.1 * torch.randn_like(parameter)
+    model = stirred(transformers.GPT2LMHeadModel(config).train())
     ids = torch.randint(0, 64, (8, 8))
     found = expect(verify(model, {"input_ids": ids, "labels": ids}, Plan(tp=2, split=CASES["gpt2"].split)))
     assert found.values is not None

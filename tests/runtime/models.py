@@ -125,16 +125,15 @@ def plan(tp: int, **options: Any) -> Plan:
     return Plan(tp=tp, split=SPLIT if tp > 1 else {}, **options)
 
 
+def llama(**options: Any) -> nn.Module:
+    """One layer, with two key and value heads, which four ranks share."""
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+    config = transformers.LlamaConfig(**sizes, **options)
+    return transformers.LlamaForCausalLM(config)
+
+
 def wide_llama() -> nn.Module:
     """A llama whose vocabulary can be split: 64 words."""
     torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        num_hidden_layers=1,
-        hidden_size=16,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=24,
-        vocab_size=64,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return llama(vocab_size=64)

@@ -20,7 +20,7 @@ from fxpar.runtime import inductor
 from fxpar.runtime import units as units_module
 from fxpar.runtime.units import Segment, StepUnits, computing_again, dense, is_number, units_of
 from tests.cudagraphs.graphed import mixtral, words
-from tests.zoo import VOCABULARY, tokens
+from tests.zoo import SIZES, VOCABULARY, tokens
 
 aten = torch.ops.aten
 
@@ -119,13 +119,8 @@ def test_every_operation_stands_in_one_unit(few: tuple[StepUnits, frozenset[str]
 
 @functools.cache
 def _llama(layers: int, recompute: str) -> fx.Graph:
-    sizes: dict[str, Any] = {
-        "hidden_size": 96,
-        "intermediate_size": 160,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-    }
-    config = transformers.LlamaConfig(num_hidden_layers=layers, vocab_size=VOCABULARY, use_cache=False, **sizes)
+    sizes: dict[str, Any] = {**SIZES, "num_hidden_layers": layers, "num_key_value_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **sizes)
     model = transformers.LlamaForCausalLM(config).bfloat16().train()
     program = compile_model(model, tokens(), fxpar.Plan(tp=2, recompute=fxpar.Recompute(recompute))).program
     step = compile_step(program, ("loss",), ("loss",), [p.fqn for p in program.parameters if p.trainable])
