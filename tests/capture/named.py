@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-WORDS, WIDTH, INNER, EXPERTS, CHOICES, ROWS, LENGTH = 16, 8, 12, 4, 2, 8, 5
+WORDS, WIDTH, INNER, EXPERTS, CHOICES = 16, 8, 12, 4, 2
 
 
 class Looped(nn.Module):
@@ -142,9 +142,3 @@ class Named(nn.Module):
 
 def _weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape) * 0.5)
-
-
-def batch() -> dict[str, Tensor]:
-    """Rows of words."""
-    ids = torch.randint(0, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
-    return {"ids": ids, "labels": ids.roll(1, 1)}

@@ -24,8 +24,9 @@ from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import expect, verify
-from tests.capture.named import EXPERTS, INNER, WIDTH, Gated, Listed, Looped, Named, Plain, batch
+from tests.capture.named import EXPERTS, INNER, WIDTH, Gated, Listed, Looped, Named, Plain
 from tests.cli.tool import fxpar
+from tests.passes.experts import rolled
 from tests.products import few
 
 ALL = ("layers.*.experts",)
@@ -64,27 +65,27 @@ def test_they_are_the_single_device_s(made: Any, options: dict[str, Any], plan: 
     torch.manual_seed(0)
     model = Named(made(**options), made(**options)).double()
     experts = replace(_experts(plan), expert_modules=ALL)
-    expect(verify(model, batch(), Plan(**{**plan, "experts": experts})))
+    expect(verify(model, rolled(), Plan(**{**plan, "experts": experts})))
     assert made.forward.__code__.co_filename.endswith("named.py")
 
 
 def test_tensor_ranks_split_each_expert() -> None:
     for module in (Looped(), Listed()):
-        found = verify(Named(module), batch(), Plan(tp=2, experts=Experts(expert_modules=ALL)), level="static")
+        found = verify(Named(module), rolled(), Plan(tp=2, experts=Experts(expert_modules=ALL)), level="static")
         assert found.split_flops == 1
 
 
 def test_stacked_weights_are_held_by_expert_and_those_of_a_list_whole() -> None:
     for module, name, layout in ((Looped(), "down_proj", "dp:S(0)"), (Listed(), "1.w2.weight", "dp:I")):
         program = compile_program(
-            capture(Named(module), batch(), Plan(dp=2, ep=2, experts=Experts(expert_modules=ALL))).program
+            capture(Named(module), rolled(), Plan(dp=2, ep=2, experts=Experts(expert_modules=ALL))).program
         )
         layouts = {p.fqn: str(output_layouts(program.node(p.node))[0]) for p in program.parameters}
         assert layouts[f"layers.0.experts.{name}"] == layout
     with pytest.raises(PlanError, match=r"matrices are stacked from 4 parameters.*ranks of tp.*give etp=2"):
         compile_program(
             capture(
-                Named(Listed()), batch(), Plan(dp=2, tp=2, ep=4, etp=1, experts=Experts(expert_modules=ALL))
+                Named(Listed()), rolled(), Plan(dp=2, tp=2, ep=4, etp=1, experts=Experts(expert_modules=ALL))
             ).program,
         )
 
@@ -93,7 +94,7 @@ def test_stacked_weights_are_held_by_expert_and_those_of_a_list_whole() -> None:
 def test_models_without_memory_are_read_too(made: Any) -> None:
     with torch.device("meta"):
         model = Named(made())
-    program = capture(model, batch(), Plan(experts=Experts(expert_modules=ALL))).program
+    program = capture(model, rolled(), Plan(experts=Experts(expert_modules=ALL))).program
     assert parse_program(print_program(program)).plan.experts.expert_modules == ALL
     assert sum("grouped_linear" in str(node.target) for node in program.graph.nodes) == (3 if made is Listed else 2)
 
@@ -115,12 +116,12 @@ def test_large_weights_are_tried_on_values_that_they_share(monkeypatch: pytest.M
 def test_without_a_line_the_loop_is_refused() -> None:
     message = r"named.py:\d+ \(layers.0.experts\): its rows are picked.*fxpar.ops.experts.*Plan\(experts="
     with pytest.raises(CaptureError, match=message):
-        capture(Named(Looped()), batch(), Plan())
+        capture(Named(Looped()), rolled(), Plan())
 
 
 def test_one_that_is_recognised_needs_no_line() -> None:
     torch.manual_seed(0)
-    expect(verify(Named(Listed()).double(), batch(), Plan(dp=2, ep=2)))
+    expect(verify(Named(Listed()).double(), rolled(), Plan(dp=2, ep=2)))
 
 
 # ---------------------------------------------------------------------- what is no such module
@@ -198,15 +199,15 @@ class Wide(Looped):
 )
 def test_a_module_that_computes_anything_else_is_refused(module: Any, message: str) -> None:
     with pytest.raises(PlanError, match=rf"names layers.0.experts: .*{message}.*call fxpar.ops.experts"):
-        capture(Named(module()), batch(), Plan(experts=Experts(expert_modules=ALL)))
+        capture(Named(module()), rolled(), Plan(experts=Experts(expert_modules=ALL)))
 
 
 def test_a_gradient_that_a_matrix_does_not_get_is_noticed() -> None:
-    capture(Named(Looped()), batch(), Plan(experts=Experts(expert_modules=ALL)))
+    capture(Named(Looped()), rolled(), Plan(experts=Experts(expert_modules=ALL)))
     with pytest.raises(PlanError, match=r"other parameters get a gradient"):
-        capture(Named(Frozen()), batch(), Plan(experts=Experts(expert_modules=ALL)))
+        capture(Named(Frozen()), rolled(), Plan(experts=Experts(expert_modules=ALL)))
     with pytest.raises(PlanError, match=r"the gradient of a parameter differs by"):
-        capture(Named(Halved()), batch(), Plan(experts=Experts(expert_modules=ALL)))
+        capture(Named(Halved()), rolled(), Plan(experts=Experts(expert_modules=ALL)))
 
 
 def test_globs_name_modules_of_experts() -> None:
@@ -214,17 +215,17 @@ def test_globs_name_modules_of_experts() -> None:
     with pytest.raises(
         PlanError, match=r"experts.expert_modules: '\*.mlp': matches no module; modules of experts are layers.0.experts"
     ):
-        capture(model, batch(), Plan(experts=Experts(expert_modules=("*.mlp",))))
+        capture(model, rolled(), Plan(experts=Experts(expert_modules=("*.mlp",))))
     with pytest.raises(
         PlanError, match=r"'\*.router' names layers.0.router: its forward takes input, not hidden_states"
     ):
-        capture(model, batch(), Plan(experts=Experts(expert_modules=("*.router",))))
+        capture(model, rolled(), Plan(experts=Experts(expert_modules=("*.router",))))
     with pytest.raises(PlanError, match=r"names layers.0.experts: it has no weights of experts: gate_up_proj and down"):
-        capture(Named(Unnamed()), batch(), Plan(experts=Experts(expert_modules=ALL)))
+        capture(Named(Unnamed()), rolled(), Plan(experts=Experts(expert_modules=ALL)))
     experts = model.get_submodule("layers.0.experts")
     experts.forward = MethodType(Looped.forward, experts)
     with pytest.raises(PlanError, match=r"its forward was put in the place of that of its class"):
-        capture(model, batch(), Plan(experts=Experts(expert_modules=ALL)))
+        capture(model, rolled(), Plan(experts=Experts(expert_modules=ALL)))
 
 
 class Unnamed(Looped):
@@ -264,10 +265,11 @@ def test_a_plan_keeps_its_globs() -> None:
 
 
 MODEL = """
-from tests.capture.named import Looped, Named, batch
+from tests.capture.named import Looped, Named
+from tests.passes.experts import rolled
 
 def build():
-    return Named(Looped()), batch()
+    return Named(Looped()), rolled()
 """
 
 

@@ -13,7 +13,8 @@ from fxpar.errors import PlanError
 from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
 from fxpar.verification import expect, verify
-from tests.capture.named import EXPERTS, Listed, Looped, Named, batch
+from tests.capture.named import EXPERTS, Listed, Looped, Named
+from tests.passes.experts import rolled
 
 ALL = ("layers.*.experts",)
 
@@ -85,7 +86,7 @@ class Leaving(Looped):
 def test_what_a_forward_leaves_behind_is_noticed(module: Any, name: str) -> None:
     before = {key: value.clone() for key, value in module.state_dict().items()}
     with pytest.raises(PlanError, match=rf"names layers.0.experts: .*it changes {name}, which.*fxpar.ops.experts"):
-        capture(Named(module), batch(), Plan(experts=Experts(expert_modules=ALL)))
+        capture(Named(module), rolled(), Plan(experts=Experts(expert_modules=ALL)))
     assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
 
 
@@ -100,7 +101,7 @@ class Kept(Looped):
 
 def test_state_that_is_not_touched_is_no_difference() -> None:
     assert (
-        capture(Named(Kept()), batch(), Plan(experts=Experts(expert_modules=ALL))).program.plan.experts.expert_modules
+        capture(Named(Kept()), rolled(), Plan(experts=Experts(expert_modules=ALL))).program.plan.experts.expert_modules
         == ALL
     )
 
@@ -130,7 +131,7 @@ class Last(Listed):
 @pytest.mark.parametrize("module", [Limited, Last])
 def test_what_some_routings_show_is_tried(module: Any) -> None:
     with pytest.raises(PlanError, match="its output differs by"):
-        capture(Named(module()), batch(), Plan(experts=Experts(expert_modules=ALL)))
+        capture(Named(module()), rolled(), Plan(experts=Experts(expert_modules=ALL)))
 
 
 class Hit(Listed):
@@ -158,6 +159,6 @@ class Detached(Hit):
 def test_experts_without_rows_may_be_left_out() -> None:
     torch.manual_seed(0)
     model: nn.Module = Named(Hit()).double()
-    expect(verify(model, batch(), Plan(experts=Experts(expert_modules=ALL), dp=2, ep=2)))
+    expect(verify(model, rolled(), Plan(experts=Experts(expert_modules=ALL), dp=2, ep=2)))
     with pytest.raises(PlanError, match="other parameters get a gradient"):
-        capture(Named(Detached()), batch(), Plan(experts=Experts(expert_modules=ALL)))
+        capture(Named(Detached()), rolled(), Plan(experts=Experts(expert_modules=ALL)))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-WORDS, WIDTH, INNER, EXPERTS, CHOICES, ROWS, LENGTH = 16, 8, 12, 4, 2, 8, 5
+WORDS, WIDTH, INNER, EXPERTS, CHOICES = 16, 8, 12, 4, 2
 
 
 class Chosen(nn.Module):
@@ -168,9 +168,3 @@ MUTANTS: Mapping[str, Callable[[Chosen, Tensor], Tensor]] = {
     "of_tokens": _of_tokens,
     "other_order": _other_order,
 }
-
-
-def batch() -> dict[str, Tensor]:
-    """Rows of words."""
-    ids = torch.randint(0, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
-    return {"ids": ids, "labels": ids.roll(1, 1)}

@@ -127,6 +127,12 @@ def operators(program: Program) -> Counter[str]:
     return Counter(name.removesuffix(".default") for name in calls if any(word in name for word in words))
 
 
+def rolled() -> dict[str, Tensor]:
+    """Rows of words, and which word is beside each of them."""
+    ids = torch.randint(0, WORDS, (ROWS, 5), generator=torch.Generator().manual_seed(1))
+    return {"ids": ids, "labels": ids.roll(1, 1)}
+
+
 def batch(length: int) -> dict[str, Tensor]:
     """Rows of that length; some words do not count."""
     generator = torch.Generator().manual_seed(1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-WORDS, WIDTH, INNER, EXPERTS, CHOICES, ROWS, LENGTH = 16, 8, 12, 4, 2, 8, 5
+WORDS, WIDTH, INNER, EXPERTS, CHOICES = 16, 8, 12, 4, 2
 
 
 class Expert(nn.Module):
@@ -243,9 +243,3 @@ MUTANTS: Mapping[str, Callable[[Looped, Tensor], Tensor]] = {
     "not_masked": _not_masked,
     "other_rows": _other_rows,
 }
-
-
-def batch() -> dict[str, Tensor]:
-    """Rows of words."""
-    ids = torch.randint(0, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
-    return {"ids": ids, "labels": ids.roll(1, 1)}

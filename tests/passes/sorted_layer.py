@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-WORDS, WIDTH, INNER, EXPERTS, ROWS, LENGTH = 16, 24, 32, 4, 8, 5
+WORDS, WIDTH, INNER, EXPERTS = 16, 24, 32, 4
 
 
 class Sorted(nn.Module):
@@ -111,9 +111,3 @@ class _Layer(nn.Module):
         pairs = torch.zeros_like(made)
         pairs[order] = made
         return pairs.view(-1, self.k, WIDTH).sum(1)
-
-
-def batch() -> dict[str, Tensor]:
-    """Rows of words."""
-    ids = torch.randint(0, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
-    return {"ids": ids, "labels": ids.roll(1, 1)}

@@ -17,8 +17,10 @@ from fxpar.ir.program import Program, output_layouts
 from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
 from fxpar.verification import expect, verify
-from tests.passes.chosen_layer import CHOICES, EXPERTS, FORMS, MUTANTS, WIDTH, Chosen, batch
-from tests.passes.experts import operators, recognized
+from tests.passes.chosen_layer import CHOICES, EXPERTS, FORMS, MUTANTS, WIDTH, Chosen
+from tests.passes.experts import operators, recognized, rolled
+from tests.passes.looped_layer import MUTANTS as LOOPED
+from tests.passes.looped_layer import Looped
 from tests.products import few
 
 PLANS: list[dict[str, Any]] = [
@@ -42,7 +44,7 @@ def experts_of(program: Program) -> dict[str, str]:
 def test_they_are_the_single_device_s(form: str, plan: dict[str, Any]) -> None:
     """Dropout inside of experts too; rows of an odd length."""
     torch.manual_seed(0)
-    found = expect(verify(Chosen(form, drop=0.2).double(), batch(), Plan(**plan)))
+    found = expect(verify(Chosen(form, drop=0.2).double(), rolled(), Plan(**plan)))
     assert found.split_flops > 0.8
 
 
@@ -52,31 +54,35 @@ def test_all_of_it_is_of_rows(form: str) -> None:
     each["fxpar.expand_by_expert"] = 2
     if form == "by_token":  # a scale of each expert
         each["fxpar.expand_by_expert"] = 3
-    assert operators(recognized(Chosen(form), batch())) == each
+    assert operators(recognized(Chosen(form), rolled())) == each
 
 
 def test_what_is_not_of_each_pair_reads_them_in_their_order() -> None:
     """Dropout has the bits of pairs, a norm inside of experts what torch makes of them."""
-    dropped = operators(recognized(Chosen("einsum", drop=0.2), batch()))
+    dropped = operators(recognized(Chosen("einsum", drop=0.2), rolled()))
     assert (dropped["fxpar.moe_unpermute"], dropped["fxpar.moe_permute"]) == (1, 2)
-    normed = operators(recognized(Chosen("normed"), batch()))
+    normed = operators(recognized(Chosen("normed"), rolled()))
     assert (normed["fxpar.moe_unpermute"], normed["fxpar.moe_permute"]) == (2, 2)
 
 
-@pytest.mark.parametrize("form", sorted(MUTANTS))
-def test_what_resembles_them_is_what_it_was(form: str) -> None:
+# What is no layer of experts, a matrix for each pair or a loop over experts.
+RESEMBLING = [*((Chosen, form) for form in sorted(MUTANTS)), *((Looped, form) for form in sorted(LOOPED))]
+
+
+@pytest.mark.parametrize(("kind", "form"), RESEMBLING)
+def test_what_resembles_them_is_what_it_was(kind: type[Chosen | Looped], form: str) -> None:
     torch.manual_seed(0)
-    model = Chosen(form).double()
-    assert not any(name.startswith("fxpar") for name in operators(recognized(model, batch())))
+    model = kind(form).double()
+    assert not any(name.startswith("fxpar") for name in operators(recognized(model, rolled())))
     with pytest.raises(PlanError, match=r"ep=2: no operation of the model is recognised.*fxpar.ops.experts"):
-        compile_program(capture(model, batch(), Plan(dp=2, ep=2)).program)
+        compile_program(capture(model, rolled(), Plan(dp=2, ep=2)).program)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("form", sorted(MUTANTS))
-def test_and_computes_what_it_did(form: str) -> None:
+@pytest.mark.parametrize(("kind", "form"), RESEMBLING)
+def test_and_computes_what_it_did(kind: type[Chosen | Looped], form: str) -> None:
     torch.manual_seed(0)
-    expect(verify(Chosen(form).double(), batch(), Plan(tp=2)))
+    expect(verify(kind(form).double(), rolled(), Plan(tp=2)))
 
 
 class Nearest(Chosen):
@@ -92,14 +98,14 @@ class Nearest(Chosen):
 
 def test_tokens_are_no_experts() -> None:
     torch.manual_seed(0)
-    assert not any(name.startswith("fxpar") for name in operators(recognized(Nearest("batched"), batch())))
-    expect(verify(Nearest("batched").double(), batch(), Plan(tp=2)))
+    assert not any(name.startswith("fxpar") for name in operators(recognized(Nearest("batched"), rolled())))
+    expect(verify(Nearest("batched").double(), rolled(), Plan(tp=2)))
 
 
 def test_experts_are_on_several_ranks() -> None:
-    program = compile_program(capture(Chosen("batched"), batch(), Plan(dp=2, ep=2)).program)
+    program = compile_program(capture(Chosen("batched"), rolled(), Plan(dp=2, ep=2)).program)
     assert set(experts_of(program).values()) == {"dp:S(0)"}
-    program = compile_program(capture(Chosen("batched"), batch(), Plan(tp=2)).program)
+    program = compile_program(capture(Chosen("batched"), rolled(), Plan(tp=2)).program)
     assert experts_of(program)["down"] == "tp:S(2)"
 
 
@@ -109,7 +115,7 @@ def test_a_capacity_drops_their_rows(policy: str) -> None:
     expect(
         verify(
             Chosen("einsum").double(),
-            batch(),
+            rolled(),
             Plan(dp=2, ep=2, experts=Experts(capacity_factor=0.8, drop_policy=policy)),
         )
     )
@@ -125,9 +131,9 @@ class Reused(Chosen):
 
 def test_matrices_may_be_read_otherwise_too() -> None:
     torch.manual_seed(0)
-    expect(verify(Reused("batched").double(), batch(), Plan(tp=2)))
+    expect(verify(Reused("batched").double(), rolled(), Plan(tp=2)))
     with pytest.raises(LayoutError, match=r"mean.*needs the whole of dimension 0"):
-        compile_program(capture(Reused("batched"), batch(), Plan(dp=2, ep=2)).program)
+        compile_program(capture(Reused("batched"), rolled(), Plan(dp=2, ep=2)).program)
 
 
 class Transformers(Chosen):
@@ -166,5 +172,5 @@ class Transformers(Chosen):
 def test_the_function_of_transformers_is_recognised(transposed: bool) -> None:
     torch.manual_seed(0)
     model = Transformers(transposed).double()
-    assert operators(recognized(model, batch()))["fxpar.grouped_linear"] == 2
-    expect(verify(model, batch(), Plan(dp=2, ep=2)))
+    assert operators(recognized(model, rolled()))["fxpar.grouped_linear"] == 2
+    expect(verify(model, rolled(), Plan(dp=2, ep=2)))

@@ -16,8 +16,8 @@ from fxpar.ir.program import output_layouts
 from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
 from fxpar.verification import expect, verify
-from tests.passes.experts import operators, recognized
-from tests.passes.sorted_layer import EXPERTS, INNER, ROWS, WIDTH, Sorted, batch
+from tests.passes.experts import ROWS, operators, recognized, rolled
+from tests.passes.sorted_layer import EXPERTS, INNER, WIDTH, Sorted
 from tests.products import few
 
 FORMS: list[dict[str, Any]] = [
@@ -43,15 +43,15 @@ EVERY_TIME = [*zip(FORMS[:3], PLANS[:3], strict=True)]
 @pytest.mark.parametrize(("form", "plan"), few(itertools.product(FORMS, PLANS), EVERY_TIME))
 def test_they_are_the_single_device_s(form: dict[str, Any], plan: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    found = expect(verify(Sorted(**form), batch(), Plan(**plan)))
+    found = expect(verify(Sorted(**form), rolled(), Plan(**plan)))
     assert found.split_flops > 0.9
 
 
 def test_what_is_known_of_them_is_written_in_one_way() -> None:
     """Nothing of the author's is left but his router."""
     each = {"fxpar.sort_by_expert": 2, "fxpar.moe_permute": 2, "fxpar.grouped_linear": 6}
-    assert operators(recognized(Sorted(layers=2), batch())) == each | {"fxpar.moe_combine": 2}
-    biased = operators(recognized(Sorted(**FORMS[1], layers=2), batch()))
+    assert operators(recognized(Sorted(layers=2), rolled())) == each | {"fxpar.moe_combine": 2}
+    biased = operators(recognized(Sorted(**FORMS[1], layers=2), rolled()))
     assert biased == each | {
         "fxpar.moe_permute": 4,
         "fxpar.expand_by_expert": 2,
@@ -69,16 +69,16 @@ def test_there_is_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
     model = Sorted()
     monkeypatch.setattr(type(model.layers[0]), "summed", copied)
-    found = operators(recognized(model, batch()))
+    found = operators(recognized(model, rolled()))
     assert found["aten.index_copy"] == found["fxpar.sort_by_expert"] == 1
     assert not any(name.startswith(("aten.sort", "aten.argsort")) for name in found)
-    program = capture(model, batch(), Plan(dp=2, ep=2)).program
+    program = capture(model, rolled(), Plan(dp=2, ep=2)).program
     with pytest.raises(PassError, match=r"index_copy.*not known to compute each row by itself.*or set ep=1"):
         compile_program(program)
 
 
 def test_experts_are_on_several_ranks() -> None:
-    program = compile_program(capture(Sorted(layers=2), batch(), Plan(dp=2, ep=2)).program)
+    program = compile_program(capture(Sorted(layers=2), rolled(), Plan(dp=2, ep=2)).program)
     layouts = {p.fqn: str(output_layouts(program.node(p.node))[0]) for p in program.parameters}
     assert {layouts[f"layers.{i}.{name}"] for i in range(2) for name in ("w1", "w2", "w3")} == {"dp:S(0)"}
 
@@ -86,7 +86,7 @@ def test_experts_are_on_several_ranks() -> None:
 def test_weights_of_a_router_say_what_is_dropped() -> None:
     torch.manual_seed(0)
     program = compile_program(
-        capture(Sorted(layers=2), batch(), Plan(dp=2, ep=2, experts=Experts(capacity_factor=1))).program
+        capture(Sorted(layers=2), rolled(), Plan(dp=2, ep=2, experts=Experts(capacity_factor=1))).program
     )
     assert sum("drop_by_probability" in str(node.target) for node in program.graph.nodes) == 2
 
@@ -125,11 +125,11 @@ class Chosen(nn.Module):
 def test_experts_that_are_not_recognised_are_split_and_stay_where_they_are(even: bool) -> None:
     torch.manual_seed(0)
     model = Chosen(even)
-    assert "fxpar.sort_by_expert" not in operators(recognized(model, batch()))
-    found = expect(verify(model, batch(), Plan(tp=2)))
+    assert "fxpar.sort_by_expert" not in operators(recognized(model, rolled()))
+    found = expect(verify(model, rolled(), Plan(tp=2)))
     cuts = {p.fqn: str(output_layouts(found.program.node(p.node))[0]) for p in found.program.parameters}
     assert (cuts["w1"], cuts["w2"]) == ("tp:S(2)", "tp:S(1)")
-    program = capture(model, batch(), Plan(tp=2, ep=2, etp=1)).program
+    program = capture(model, rolled(), Plan(tp=2, ep=2, etp=1)).program
     with pytest.raises(PlanError, match=r"grouped_linear.*in no way that is recognised as that of experts.*set ep=1"):
         compile_program(program)
 
@@ -156,17 +156,17 @@ class Dense(nn.Module):
 def test_experts_that_compute_every_token_at_once_are_split_as_other_matrices_are() -> None:
     torch.manual_seed(0)
     model = Dense()
-    found = expect(verify(model, batch(), Plan(tp=2)))
+    found = expect(verify(model, rolled(), Plan(tp=2)))
     cuts = {p.fqn: str(output_layouts(found.program.node(p.node))[0]) for p in found.program.parameters}
     assert (cuts["up"], cuts["down"]) == ("tp:S(0)", "tp:S(0)")
     with pytest.raises(
         PlanError, match=r"ep=2: no operation of the model is recognised.*fxpar.ops.experts.*or set ep=1"
     ):
-        compile_program(capture(model, batch(), Plan(dp=2, ep=2)).program)
+        compile_program(capture(model, rolled(), Plan(dp=2, ep=2)).program)
 
 
 def test_products_of_torch_are_what_they_were_behind_a_trace() -> None:
     before = torch._grouped_mm, nn.functional.grouped_mm
-    capture(Sorted(), batch(), Plan())
+    capture(Sorted(), rolled(), Plan())
     assert (torch._grouped_mm, nn.functional.grouped_mm) == before
-    assert len(batch()["ids"]) == ROWS
+    assert len(rolled()["ids"]) == ROWS
