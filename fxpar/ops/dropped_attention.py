@@ -97,7 +97,7 @@ def require_triton(where: str) -> None:
 def _words_shape(
     rng: Tensor, identity: Any, rows_before: Any, heads_before: Any, sizes: Sequence[int], *_: Any
 ) -> Tensor:
-    batch, heads, height, width = sizes
+    batch, heads, height, width = sizes[:4]
     return rng.new_empty(batch, heads, -(-width // 32), height, dtype=torch.int32)
 
 
@@ -109,7 +109,6 @@ def drawn_probabilities(
     heads_before: Tensor | None,
     sizes: Sequence[int],
     origin: int,
-    heads: int,
     p: float,
     is_causal: bool,
 ) -> Tensor:
@@ -120,15 +119,15 @@ def drawn_probabilities(
     Args:
         rng: i64[3], (seed, step, microbatch).
         identity: of the draw, an i64 scalar, or None for `origin`.
-        rows_before: as of `Places`, and so `heads_before` and `heads`.
-        sizes: b, h, s and t, of this rank.
+        rows_before: as of `Places`, and so `heads_before`.
+        sizes: b, h, s and t of this rank, and h of all ranks.
         p: probability of a zero.
         is_causal: whether a query sees keys up to its own position. Words of keys that no query near theirs sees are
             not written.
     """
     from fxpar.ops import dropped_kernels as kernels
 
-    batch, local_heads, height, width = sizes
+    batch, local_heads, height, width, heads = sizes
     count = _ceil(width, 32)
     words = torch.empty(batch, local_heads, count, height, dtype=torch.int32, device=rng.device)
     rows, per_program, warps = _DRAWN

@@ -91,8 +91,8 @@ class Drops:
         if placed is None:
             return None
         identity, origin = (self.origin, 0) if isinstance(self.origin, Tensor) else (None, self.origin)
-        sizes = (*call.query.shape[:3], call.key.shape[2])
-        draw = (self.rng, identity, placed.rows_before, placed.heads_before, sizes, origin, placed.heads)
+        sizes = (*call.query.shape[:3], call.key.shape[2], placed.heads)
+        draw = (self.rng, identity, placed.rows_before, placed.heads_before, sizes, origin)
         words = drawn_probabilities(*draw, self.p, call.is_causal)
         return call.bias, words, self.p, call.is_causal, call.factor
 

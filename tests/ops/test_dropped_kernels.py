@@ -72,7 +72,7 @@ def test_a_word_has_the_bits_of_its_probabilities(case: Case) -> None:
     found = places(query, key, key, case.p, cuts)
     assert found is not None
     sizes = (rows, count, queries, keys)
-    held = (found.rows_before, found.heads_before, sizes, IDENTITY, found.heads, case.p, case.is_causal)
+    held = (found.rows_before, found.heads_before, (*sizes, found.heads), IDENTITY, case.p, case.is_causal)
     words = drawn_probabilities(rng, None, *held)
     bits = (words.unsqueeze(-1) >> torch.arange(32, device="cuda")) & 1
     stays = bits.transpose(2, 3).flatten(3)[..., :keys] == 1
