@@ -26,7 +26,7 @@ from fxpar.passes import counted_steps, step_passes
 from fxpar.passes.exchange import exchange, exchange_over
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
-from fxpar.verification import verify
+from fxpar.verification import expect, verify
 from fxpar.verify.phases import check_buffers
 from fxpar.verify.static import STATIC, verify_static
 
@@ -192,7 +192,7 @@ def test_every_call_of_a_region_has_the_same_buffers() -> None:
 
 def test_counts_and_simulated_ranks_take_a_step_with_buffers() -> None:
     model, batch = gpt2(1)
-    verify(model, batch, COPIES)
+    expect(verify(model, batch, COPIES))
     lowering = partial(lower_program, groups={"tp": Group("tp", 2)})  # nothing is sent
     counted = []
     for each in (COPIES, COPIES.replace(communication=fxpar.Communication("nccl"))):
