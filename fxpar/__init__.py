@@ -20,31 +20,31 @@ if TYPE_CHECKING:
     from fxpar.manager import PassManager as PassManager
     from fxpar.manager import register_pass as register_pass
     from fxpar.plan.cost import Cost as Cost
-    from fxpar.plan.option_groups import Communication as Communication
-    from fxpar.plan.option_groups import CudaGraphs as CudaGraphs
-    from fxpar.plan.option_groups import Experts as Experts
-    from fxpar.plan.option_groups import Operators as Operators
-    from fxpar.plan.option_groups import Pipeline as Pipeline
-    from fxpar.plan.option_groups import Recompute as Recompute
     from fxpar.plan.plan import Plan as Plan
+    from fxpar.plan.plan_options import Communication as Communication
+    from fxpar.plan.plan_options import CudaGraphs as CudaGraphs
+    from fxpar.plan.plan_options import Experts as Experts
+    from fxpar.plan.plan_options import Operators as Operators
+    from fxpar.plan.plan_options import Pipeline as Pipeline
+    from fxpar.plan.plan_options import Recompute as Recompute
     from fxpar.rules import register_rule as register_rule
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "Checkpoint": "fxpar.checkpoint.safetensors_files",
-    "Communication": "fxpar.plan.option_groups",
+    "Communication": "fxpar.plan.plan_options",
     "Cost": "fxpar.plan.cost",
-    "CudaGraphs": "fxpar.plan.option_groups",
-    "Experts": "fxpar.plan.option_groups",
+    "CudaGraphs": "fxpar.plan.plan_options",
+    "Experts": "fxpar.plan.plan_options",
     "FxparError": "fxpar.errors",
-    "Operators": "fxpar.plan.option_groups",
+    "Operators": "fxpar.plan.plan_options",
     "ParallelModule": "fxpar.checkpoint.parallel_module",
     "PassManager": "fxpar.manager",
-    "Pipeline": "fxpar.plan.option_groups",
+    "Pipeline": "fxpar.plan.plan_options",
     "Plan": "fxpar.plan.plan",
     "Program": "fxpar.ir.program",
-    "Recompute": "fxpar.plan.option_groups",
+    "Recompute": "fxpar.plan.plan_options",
     "materialize": "fxpar.checkpoint.initial",
     "parallelize": "fxpar.api",
     "prefetch": "fxpar.api",

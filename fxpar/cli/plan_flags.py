@@ -25,9 +25,9 @@ import yaml
 from fxpar.cli.output import CommandResult, Ui, console, error_document, error_text, print_error, print_json, status_of
 from fxpar.errors import FxparError, InputError, shown
 from fxpar.plan.cost import Cost
-from fxpar.plan.option_groups import CHOICES as GROUP_CHOICES
-from fxpar.plan.option_groups import CudaGraphs, check_known
 from fxpar.plan.plan import CHOICES, GROUPS, Plan
+from fxpar.plan.plan_options import CHOICES as GROUP_CHOICES
+from fxpar.plan.plan_options import CudaGraphs, check_known
 
 # More digits than any size, rank or seed has; Python's own limit is thousands.
 _NUMBER = re.compile(r"[+-]?[0-9]{1,20}")

@@ -20,7 +20,7 @@ from fxpar.cudagraphs.pool import CudaPool, Pool
 from fxpar.cudagraphs.stand_in import StandInPool
 from fxpar.errors import InputError
 from fxpar.ir.program import describe, note
-from fxpar.plan.option_groups import CudaGraphs
+from fxpar.plan.plan_options import CudaGraphs
 from fxpar.runtime.bound_batch import BoundBatch
 from fxpar.runtime.calls import ForwardCalls, Runnable, StepCalls
 from fxpar.runtime.grad_buffers import Buffers, Waiting

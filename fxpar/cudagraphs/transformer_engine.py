@@ -23,7 +23,7 @@ from fxpar.cudagraphs.graph_cache import PartialGraphs, StageGraphs, key_of, key
 from fxpar.cudagraphs.partial import Noting, copied
 from fxpar.cudagraphs.pool import Flight, Pool
 from fxpar.errors import InputError
-from fxpar.plan.option_groups import CudaGraphs
+from fxpar.plan.plan_options import CudaGraphs
 from fxpar.runtime.bound_batch import BoundBatch
 from fxpar.runtime.calls import GradientSink, Runnable, StepCalls, Values
 from fxpar.runtime.grad_buffers import Buffers, Waiting

@@ -11,7 +11,7 @@ from typing import Any
 
 from fxpar.errors import shown
 from fxpar.mesh.axes import PURPOSES
-from fxpar.plan.option_groups import OptionGroup
+from fxpar.plan.plan_options import OptionGroup
 
 # What an axis may have of its own.
 _OF_AXES = ("bandwidth", "latency")

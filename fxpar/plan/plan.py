@@ -19,7 +19,7 @@ from fxpar.errors import PlanError, shorter, shown
 from fxpar.mesh.axes import DENSE, PURPOSES, Cuts
 from fxpar.mesh.mesh import Mesh
 from fxpar.plan.cost import Cost
-from fxpar.plan.option_groups import (
+from fxpar.plan.plan_options import (
     MOST_RANKS,
     Communication,
     CudaGraphs,

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from fxpar.plan.option_groups import CudaGraphs
+from fxpar.plan.plan_options import CudaGraphs
 from fxpar.runtime.calls import Boxed, ForwardCalls, Runnable, StepCalls
 from fxpar.runtime.grad_buffers import Buffers, Waiting
 from fxpar.runtime.microbatches import StepOptions, StepResult

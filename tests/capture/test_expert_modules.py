@@ -19,8 +19,8 @@ from fxpar.compile import compile_program
 from fxpar.errors import CaptureError, PlanError
 from fxpar.experts.compiler import module_forms
 from fxpar.ir.program import output_layouts
-from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Experts
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import expect, verify

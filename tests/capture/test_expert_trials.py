@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fxpar.capture.capture import capture
 from fxpar.errors import PlanError
-from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Experts
 from fxpar.verification import expect, verify
 from tests.capture.named import EXPERTS, Listed, Looped, Named
 from tests.passes.experts import rolled

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fxpar.capture.capture import capture
 from fxpar.errors import CaptureError
-from fxpar.plan.option_groups import Operators
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Operators
 from fxpar.verification import verify
 from tests.rowwise import (
     BATCH,

@@ -14,8 +14,8 @@ from fxpar.compile import compile_program, compile_step
 from fxpar.ir.program import Program, note
 from fxpar.ir.regions import inlined
 from fxpar.ir.stages import Stage, crossings, holders, stage_of, stages_of
-from fxpar.plan.option_groups import Pipeline, Recompute
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Pipeline, Recompute
 from fxpar.verify import simulate_ranks
 from fxpar.verify.values import TOLERANCE, ValueReport, call_inputs, check_capture, program_state, verify_values
 

@@ -17,8 +17,8 @@ from fxpar.experts.operators.expert_layer import experts
 from fxpar.ir.program import Program
 from fxpar.manager import PassManager
 from fxpar.passes import canonicalize, recognize_experts
-from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Experts
 from fxpar.text.parsing import parse_program
 from fxpar.verify.static import STATIC
 from fxpar.verify.values import ValueReport, call_inputs, program_state, verify_values

@@ -12,8 +12,8 @@ from fxpar.capture.capture import capture
 from fxpar.errors import LayoutError, PlanError
 from fxpar.manager import PassManager
 from fxpar.passes.canonicalize import canonicalize
-from fxpar.plan.option_groups import Operators
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Operators
 from fxpar.text.printing import print_program
 from fxpar.verification import expect, verify
 from tests.runtime.added_jobs import NAME, AddLoss, Routed, batch

@@ -14,8 +14,8 @@ from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.errors import LayoutError, PlanError
 from fxpar.ir.program import Program, output_layouts
-from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Experts
 from fxpar.verification import expect, verify
 from tests.passes.chosen_layer import CHOICES, EXPERTS, FORMS, MUTANTS, WIDTH, Chosen
 from tests.passes.experts import operators, recognized, rolled

@@ -15,8 +15,8 @@ from fxpar.cost.communication import collectives
 from fxpar.errors import CheckFailed, FxparError, PassError, PlanError
 from fxpar.experts.operators import sent_rows
 from fxpar.ir.program import output_layouts
-from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Experts
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import expect, verify

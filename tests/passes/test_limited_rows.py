@@ -21,8 +21,8 @@ from fxpar.manager import PassManager
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.passes.differentiate import differentiate
 from fxpar.passes.mark_regions import mark_regions
-from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Experts
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import bisect, verify

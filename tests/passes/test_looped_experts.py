@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.errors import CaptureError, CheckFailed, PlanError
-from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Experts
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import expect, verify

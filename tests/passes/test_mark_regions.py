@@ -19,7 +19,7 @@ from fxpar.ir.regions import inlined
 from fxpar.layout.symbolic_sizes import names
 from fxpar.ops.operator import is_view
 from fxpar.passes.mark_regions import mark_regions
-from fxpar.plan.option_groups import CudaGraphs
+from fxpar.plan.plan_options import CudaGraphs
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from tests.cudagraphs.graphed import Reading

@@ -22,8 +22,8 @@ from fxpar.ir.regions import inlined
 from fxpar.manager import PassManager
 from fxpar.ops.process_group import Group
 from fxpar.passes import counted_steps
-from fxpar.plan.option_groups import Communication, Experts
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Communication, Experts
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import STATIC, verify_static

@@ -22,8 +22,8 @@ from fxpar.ir.stages import crossings, holders, stage_of, stages_of
 from fxpar.manager import PassManager
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.passes.partition_stages import holding, partition_stages
-from fxpar.plan.option_groups import Pipeline
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Pipeline
 from fxpar.rewrite.loss_reduction import COUNT
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program

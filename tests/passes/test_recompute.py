@@ -18,8 +18,8 @@ from fxpar.ir.regions import inlined
 from fxpar.ir.step import RECOMPUTE
 from fxpar.ops.lower import lower
 from fxpar.ops.process_group import Group
-from fxpar.plan.option_groups import Recompute
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Recompute
 from fxpar.verify.values import call_inputs, program_state, verify_values
 from tests.products import product
 

@@ -26,8 +26,8 @@ from fxpar.ops.process_group import Group
 from fxpar.passes import step_passes
 from fxpar.passes.outline_layers import outline_layers
 from fxpar.plan.cost import Cost
-from fxpar.plan.option_groups import Recompute
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Recompute
 from fxpar.runtime.calls import LoweredStep, cut
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import node_text

@@ -13,8 +13,8 @@ from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.errors import PassError, PlanError
 from fxpar.ir.program import output_layouts
-from fxpar.plan.option_groups import Experts
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Experts
 from fxpar.verification import expect, verify
 from tests.passes.experts import ROWS, operators, recognized, rolled
 from tests.passes.sorted_layer import EXPERTS, INNER, WIDTH, Sorted

@@ -17,8 +17,8 @@ from fxpar.ir.step import BACKWARD, PHASES, WEIGHT, is_input_gradient
 from fxpar.manager import PassManager
 from fxpar.ops.dataflow import has_same_dataflow
 from fxpar.passes.split_backward import split_backward
-from fxpar.plan.option_groups import Pipeline
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Pipeline
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import verify_static

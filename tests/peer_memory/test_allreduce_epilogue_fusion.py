@@ -22,8 +22,8 @@ from fxpar.ops import peer_copies
 from fxpar.ops.process_group import Group
 from fxpar.peer_memory.compiler.allreduce_epilogue_fusion import sums_in_rows
 from fxpar.peer_memory.compiler.row_programs import Extent, RowProgram, RowStep, read
-from fxpar.plan.option_groups import Communication
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Communication
 from fxpar.runtime import inductor
 from fxpar.runtime.compiled import CompiledUnits
 from fxpar.runtime.inductor import Inductor

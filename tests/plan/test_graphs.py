@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fxpar.errors import PlanError
-from fxpar.plan.option_groups import CudaGraphs
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import CudaGraphs
 
 
 def test_a_plan_keeps_them_through_yaml() -> None:

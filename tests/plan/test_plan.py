@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import fxpar
 from fxpar.errors import InputError, PlanError
 from fxpar.mesh.axes import Atom
-from fxpar.plan.option_groups import Experts, Operators, Pipeline, Recompute
 from fxpar.plan.plan import PRECISIONS, SPLITS, Plan
+from fxpar.plan.plan_options import Experts, Operators, Pipeline, Recompute
 
 LATER = ("cp",)
 

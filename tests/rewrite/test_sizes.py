@@ -18,8 +18,8 @@ from fxpar.ir.symbols import Symbol
 from fxpar.layout.symbolic_sizes import symbol
 from fxpar.manager import PassManager
 from fxpar.passes import STEP_PASSES
-from fxpar.plan.option_groups import Operators
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Operators
 from fxpar.rewrite.symints import SymbolicSizes
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar.plan.option_groups import Recompute
+from fxpar.plan.plan_options import Recompute
 from tests.runtime import compiled
 from tests.runtime.test_training import assert_same
 from tests.runtime.world import World

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fxpar.plan.option_groups import Communication, CudaGraphs, Experts, Recompute
+from fxpar.plan.plan_options import Communication, CudaGraphs, Experts, Recompute
 from tests.runtime import expert_jobs
 from tests.runtime.expert_jobs import Found
 from tests.runtime.test_training import assert_same

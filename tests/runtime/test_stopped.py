@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar.plan.option_groups import Communication
+from fxpar.plan.plan_options import Communication
 from tests.products import product
 from tests.runtime import stopped
 from tests.runtime.world import World

@@ -13,8 +13,8 @@ from fxpar.cost.reasons import without_rule
 from fxpar.errors import LayoutError, PlanError
 from fxpar.manager import PassManager
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.plan.option_groups import Operators
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Operators
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import expect, verify

@@ -12,8 +12,8 @@ from fxpar.errors import CheckFailed, FxparError
 from fxpar.ir.stages import stages_of
 from fxpar.manager import PassManager
 from fxpar.passes import step_passes
-from fxpar.plan.option_groups import Communication
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Communication
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import STATIC, verify_static

@@ -14,8 +14,8 @@ import pytest
 from fxpar.errors import CheckFailed, FxparError
 from fxpar.ir.program import Program
 from fxpar.ir.stages import Stage, stages_of
-from fxpar.plan.option_groups import Pipeline
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Pipeline
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import check_neighbours, verify_static

@@ -16,8 +16,8 @@ from fxpar.experts.operators.grouped import grouped_linear, swiglu_gradient, swi
 from fxpar.experts.operators.permute import moe_permute, take_weighed
 from fxpar.ops.lower import leave_unread, lower
 from fxpar.ops.process_group import Group
-from fxpar.plan.option_groups import Experts, Recompute
 from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Experts, Recompute
 from fxpar.verification import expect, verify
 from tests.passes.experts import Routed, batch, dispatched
 from tests.products import few

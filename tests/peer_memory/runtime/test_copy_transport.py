@@ -14,7 +14,7 @@ import torch
 
 from fxpar.peer_memory.runtime import copy_transport
 from fxpar.peer_memory.runtime.copy_transport import Watchdog, why_not_copy
-from fxpar.plan.option_groups import Recompute
+from fxpar.plan.plan_options import Recompute
 from tests.peer_memory.runtime import transport_jobs
 from tests.runtime.world import World
 

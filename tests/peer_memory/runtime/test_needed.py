@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar.plan.option_groups import Experts
+from fxpar.plan.plan_options import Experts
 from tests.peer_memory.runtime import needed_jobs
 from tests.runtime.world import World
 
