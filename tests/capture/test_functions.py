@@ -122,14 +122,8 @@ def test_names_are_the_functions_own_and_stable() -> None:
 
 
 def local_function() -> Any:
-    class Local(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return grads[0] * 5
+    class Local(Scope.Inner):
+        """In a function."""
 
     return Local
 

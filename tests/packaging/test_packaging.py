@@ -69,14 +69,20 @@ def test_sdist_holds_the_passes_as_files(dist: Path) -> None:
             assert packed.read() == content, name
 
 
-def test_wheel_imports_without_the_checkout(dist: Path, tmp_path: Path) -> None:
+def run_unpacked(program: str, dist: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a program with the wheel's folder and the checkout as arguments; it must end well."""
     (wheel,) = dist.glob("*.whl")
     unpacked = tmp_path / "unpacked"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(unpacked)
-    command = [sys.executable, "-I", "-c", IMPORT_ALL, str(unpacked), str(ROOT)]
+    command = [sys.executable, "-I", "-c", program, str(unpacked), str(ROOT)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_wheel_imports_without_the_checkout(dist: Path, tmp_path: Path) -> None:
+    done = run_unpacked(IMPORT_ALL, dist, tmp_path)
     assert "fxpar.passes" in done.stdout.split()
 
 
@@ -97,13 +103,7 @@ assert main(["verify", "hf:gpt2", "--tp", "2"]) == 2
 
 
 def test_without_extras_models_of_transformers_are_refused_with_the_remedy(dist: Path, tmp_path: Path) -> None:
-    (wheel,) = dist.glob("*.whl")
-    unpacked = tmp_path / "unpacked"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(unpacked)
-    command = [sys.executable, "-I", "-c", WITHOUT_EXTRAS, str(unpacked), str(ROOT)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = run_unpacked(WITHOUT_EXTRAS, dist, tmp_path)
     assert done.stderr == "error: hf:gpt2: transformers is not installed; pip install 'fxpar[hf]'\n"
 
 

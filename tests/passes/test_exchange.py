@@ -18,7 +18,7 @@ from fxpar.compile import compile_model, lower_program
 from fxpar.cost import make_report
 from fxpar.cost.buffer_reuse import Handshakes
 from fxpar.errors import CheckFailed
-from fxpar.ir.program import Program, note, update
+from fxpar.ir.program import Note, Program, note, update
 from fxpar.ir.regions import inlined, region_of
 from fxpar.manager import PassManager
 from fxpar.ops.process_group import Group
@@ -49,11 +49,21 @@ def chain(count: int, kind: str = _KIND) -> str:
     return _HEAD.replace(_KIND, kind) + "\n".join(lines) + f"\nreturn y=%{last}\n"
 
 
-def buffers(text: str) -> list[int]:
-    """Of the sums, after the pass, which the manager and the check of buffers look at."""
+def sums(text: str) -> list[Note]:
+    """Notes of the sums, after the pass, which the manager and the check of buffers look at."""
     found = PassManager([exchange], [each for each in STATIC if each.name == "buffers"]).run(parse_program(text))
     assert print_program(parse_program(print_program(found))) == print_program(found)
-    return [note(node).buffer for node in found.graph.nodes if node.name.startswith("s")]
+    return [note(node) for node in found.graph.nodes if node.name.startswith("s")]
+
+
+def buffers(text: str) -> list[int]:
+    """Of the sums."""
+    return [each.buffer for each in sums(text)]
+
+
+def shots(text: str) -> list[bool]:
+    """Of the sums, whether they are one kernel."""
+    return [each.one_shot for each in sums(text)]
 
 
 @pytest.mark.parametrize(
@@ -107,13 +117,6 @@ def test_wrong_buffers_are_found(changes: dict[str, int], what: str) -> None:
     check = next(each for each in STATIC if each.name == "buffers")
     with pytest.raises(CheckFailed, match=what):
         check.check(parse_program(text))
-
-
-def shots(text: str) -> list[bool]:
-    """Of the sums, whether they are one kernel."""
-    found = PassManager([exchange], [each for each in STATIC if each.name == "buffers"]).run(parse_program(text))
-    assert print_program(parse_program(print_program(found))) == print_program(found)
-    return [note(node).one_shot for node in found.graph.nodes if node.name.startswith("s")]
 
 
 def test_what_has_nothing_beside_it_is_one_kernel() -> None:
