@@ -50,12 +50,11 @@ def mark_regions(program: Program) -> Program:
     if absent:
         there = ", ".join(sorted(set(scope_of.values()))) or "none"
         raise InputError(f"no part of the model is {absent[0]}", where="cuda_graphs.scope", remedy=f"it has: {there}")
-    outside = f"is outside of the scope {', '.join(chosen)}"
     counted = {number.name for number in program.counted}
     nodes = [n for n in program.graph.nodes if n.op == "call_function" and not isinstance(note(n).type, ScalarType)]
     for node in nodes:
         is_outside = bool(chosen) and scope_of.get(node) not in inside
-        reason = reason_of(node, counted) or (outside if is_outside else "")
+        reason = reason_of(node, counted) or (program.plan.cuda_graphs.outside if is_outside else "")
         if reason != note(node).uncaptured:
             update(node, uncaptured=reason)
     _mark_views(nodes, {program.node(parameter.node) for parameter in program.parameters})

@@ -169,6 +169,7 @@ class Note:
         stages: of a pipeline, that of the node; of a parameter, those that read it.
         buffer: through which ranks copy into each other's memory; 0 where they send through their process group.
         one_shot: whether one kernel copies, waits and adds, as nothing is computed alongside it, or picks rows.
+        eager: of a lowered program that is compiled, whether the node runs as it is, between what is compiled.
     """
 
     type: ValueType = None
@@ -186,6 +187,7 @@ class Note:
     stages: tuple[int, ...] = ()
     buffer: int = 0
     one_shot: bool = False
+    eager: bool = False
 
 
 def module_of(graph: fx.Graph) -> fx.GraphModule:

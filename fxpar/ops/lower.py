@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.ir.program import Note, Program, ScalarType, has_note, module_of, note, operands, set_note
+from fxpar.ir.program import Note, Program, ScalarType, has_note, module_of, note, operands, set_note, update
 from fxpar.ir.regions import inlined
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import TORCH_OPERATORS, Operator, PaddingRows, is_view
@@ -87,6 +87,8 @@ def lower(
     graph = program.graph
     inputs = tuple(node.name for node in graph.nodes if node.op == "placeholder")
     rank = OnRank(program, groups, torch.device(device), uneven_rows=uneven_rows)
+    if program.plan.compile and program.counted:
+        _leave_eager(program)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -104,6 +106,20 @@ def _is_kept(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output")
 
 
+def _leave_eager(program: Program) -> None:
+    """Marks what runs as it is where all else is compiled: what no CUDA graph can hold, and what it waits for.
+
+    Code is compiled for sizes of inputs. Those that the routing decides are other ones in each step.
+    """
+    captured = ("", program.plan.cuda_graphs.outside)
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        starts = isinstance(node.target, Operator) and bool(node.target.waits)
+        if starts or note(node).uncaptured not in captured:
+            update(node, eager=True)
+
+
 def _replace(node: fx.Node, record: Operator, rank: OnRank) -> None:
     """Puts what a rank runs in place of a graph operator."""
     lowered = record.lower(node, rank)
@@ -113,14 +129,14 @@ def _replace(node: fx.Node, record: Operator, rank: OnRank) -> None:
         return
     node.target, node.args, node.kwargs = lowered.function, lowered.arguments, {}
     if lowered.finish is not None:
-        _finish(node, lowered.finish, lowered.rest, lowered.waits)
+        _finish(node, lowered.finish, lowered.rest, record.waits)
 
 
 def _finish(start: fx.Node, function: Any, rest: tuple[Any, ...], waits: str) -> None:
     """Waits for what a node started: in front of its first reader, at the latest where its phase or its call ends.
 
     Args:
-        waits: as of `LoweredCall`.
+        waits: as of `Operator`.
     """
     readers, last = set(start.users), start
     start_note = note(start)
@@ -147,8 +163,9 @@ def _is_beside(node: fx.Node, anchor: Note) -> bool:
     if _is_number(node):
         return True
     current = note(node)
-    # What waits outside of graphs may do so after graphs, whose kernels run meanwhile.
-    is_reached = bool(anchor.uncaptured) or not current.uncaptured
+    # What waits outside of graphs may do so after graphs, whose kernels run meanwhile. What is compiled sends and waits
+    # in one unit.
+    is_reached = bool(anchor.uncaptured) or not (current.uncaptured or current.eager)
     return is_reached and (current.phase, current.region) == (anchor.phase, anchor.region)
 
 

@@ -37,14 +37,12 @@ class LoweredCall:
         finish: of what communicates, a second function: it takes what the first one gives, and `rest`, and waits until
             that is there. It runs in front of the node's first reader.
         rest: nodes and literals.
-        waits: why no CUDA graph can hold `finish`, where one can hold the call; empty where it holds both or none.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     finish: Callable[..., Any] | None = None
     rest: tuple[Any, ...] = ()
-    waits: str = ""
 
 
 @dataclass(frozen=True)
@@ -243,6 +241,7 @@ class Operator(GraphOperator):
             autograd is traced, or where there is no gradient.
         saving: the call that takes a node's place where a gradient is wanted.
         uncaptured: why no CUDA graph can hold it; empty where one can.
+        waits: why none can hold its wait, where one can hold the call before that; empty where it holds both or none.
     """
 
     _: KW_ONLY
@@ -266,6 +265,7 @@ class Operator(GraphOperator):
     derivative: Callable[[Reverse], Gradients] | None = None
     saving: Callable[[fx.Node], Saving] | None = None
     uncaptured: str = ""
+    waits: str = ""
 
     def __post_init__(self) -> None:
         if self.shape is None and self.like is None:

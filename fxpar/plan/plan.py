@@ -283,13 +283,6 @@ class Plan:
                 "cuda_graphs.scope has moe, a whole layer of experts, of which experts.dispatch='dropless' reads sizes "
                 "on the host: give moe_router and moe_preprocess, or dispatch='static'"
             )
-        if dispatch == "dropless" and self.compile:
-            # Units are compiled for sizes of inputs (`fxpar.runtime.compiled`); rows would be further ones in each
-            # layer.
-            yield (
-                "experts.dispatch='dropless' has sizes that the routing decides: give compile=False, or "
-                "dispatch='static'"
-            )
 
     @property
     def axes(self) -> dict[str, int]:

@@ -186,8 +186,8 @@ class Experts(OptionGroup):
             the tokens of all, or where they copy (`collective_transport`) those that it needs if that is less than nine
             tenths, and sums of what its experts make of them go back; not where tensor parallel ranks share tokens that
             data ranks send. `alltoall`: rows travel, in buffers of as many places as tokens may ever need. `dropless`:
-            rows alone; how many is on the host in front of the all-to-all: nothing is compiled, and CUDA graphs
-            (`partial`) end there.
+            rows alone; how many is on the host in front of the all-to-all: there CUDA graphs (`partial`) end, and
+            what is compiled, up to where rows have come back.
         recv_capacity_factor: of dispatch other than `dropless`, how many places its buffers have, as a multiple, of at
             least 1, of what they need where the load is even, and no more than tokens may ever need. A training step in
             which more rows come is noticed after its backward, before its gradients count, and repeated with buffers
@@ -290,6 +290,11 @@ class CudaGraphs(OptionGroup):
     def is_on(self) -> bool:
         """Returns whether anything is captured."""
         return self.impl != "none"
+
+    @property
+    def outside(self) -> str:
+        """Returns why no graph is to hold what is outside of the scope; empty where none is named."""
+        return f"is outside of the scope {', '.join(self.scope)}" if self.scope else ""
 
     def problems(self) -> Iterator[str]:
         """Implements `OptionGroup.problems`."""

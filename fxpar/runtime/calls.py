@@ -259,6 +259,13 @@ class Emptying(CodeGen):
         return f"def {self._func_name}(self, values){maybe_return_annotation}:{taken}"
 
 
+def emptying(function: fx.GraphModule) -> fx.GraphModule:
+    """Returns a function of values as one of a list of them, which it empties."""
+    function.graph.set_codegen(Emptying())
+    function.recompile()
+    return function
+
+
 Calls = tuple[UnitCall, ...]
 
 
@@ -350,7 +357,6 @@ def _eager_call(segment: Segment, returned: Collection[fx.Node]) -> UnitCall:
 
     outputs = [node for node in computed if node in returned or is_read_outside(node)]
     graph = fx.Graph()
-    graph.set_codegen(Emptying())
     copies: dict[fx.Node, fx.Node] = {}
     for node in segment.outer:
         copies[node] = graph.placeholder(node.name)
@@ -359,4 +365,4 @@ def _eager_call(segment: Segment, returned: Collection[fx.Node]) -> UnitCall:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
     takes, gives = (tuple(node.name for node in group) for group in (segment.outer, outputs))
-    return UnitCall(fx.GraphModule(nn.Module(), graph), takes, gives, uncaptured=segment.uncaptured)
+    return UnitCall(emptying(fx.GraphModule(nn.Module(), graph)), takes, gives, uncaptured=segment.uncaptured)

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import sympy
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
@@ -24,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from fxpar.ir.step import BACKWARD, PARAMETER, WEIGHT
 from fxpar.layout.symbolic_sizes import Size
 from fxpar.plan.plan import Plan
-from fxpar.runtime.calls import Boxed, ForwardCalls, LoweredStep, StepCalls, UnitCall, Values, size_name
+from fxpar.runtime.calls import Boxed, ForwardCalls, LoweredStep, StepCalls, UnitCall, Values, emptying, size_name
 from fxpar.runtime.inductor import Inductor, Pair
 from fxpar.runtime.units import Segment, StepUnits, Unit, graph_of, is_number, units_of
 
@@ -126,6 +127,9 @@ class CompiledUnits:
 
     def _compile_all(self, units: StepUnits, fakes: Mapping[str, Tensor]) -> dict[Unit, Pair | Boxed]:
         keys = {unit: self._key(unit, units, fakes) for unit in (*units.forward, *units.backward)}
+        for unit, key in keys.items():
+            if unit.eager and key not in self._known:
+                self._known[key] = emptying(graph_of(unit, units.results[unit], self._scope.names))
         # Reversed, so that of several units with one key the first is compiled.
         new = {key: unit for unit, key in reversed(keys.items()) if key not in self._known}
         for i, (key, unit) in enumerate(reversed(new.items())):
@@ -172,8 +176,10 @@ class CompiledUnits:
         return self._inductor.pair(function, operands, self._mode, early, len(results[0]))
 
 
-def _meta(value: Tensor) -> Any:
+def _meta(value: Any) -> Any:
     """Returns what a unit is compiled for; symbolic sizes are told by their names, which are those of one scope."""
+    if not isinstance(value, Tensor):  # what only eager units hand on: a tensor, and what tells that it is there
+        return tuple(_meta(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
     # As texts: comparing symbolic sizes by == would add a guard to the scope.
     return tuple(map(str, value.shape)), tuple(map(str, value.stride())), value.dtype, value.device
 

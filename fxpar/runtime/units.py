@@ -7,6 +7,7 @@ one of the forward with one of the backward a text that is equal where they comp
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ class Segment:
         region: name of the call; empty for what stands between calls.
         uncaptured: why no CUDA graph can hold it; empty where one can.
         phase: of the nodes.
+        eager: whether it runs as it is, between what is compiled.
         again: those of the nodes that another segment computes too, which gives them to whoever else reads them.
     """
 
@@ -37,6 +39,7 @@ class Segment:
     region: str
     uncaptured: str = ""
     phase: str = ""
+    eager: bool = False
     again: frozenset[fx.Node] = frozenset()
 
     @cached_property
@@ -59,19 +62,23 @@ def segments(graph: fx.Graph, phases: Collection[str], *, at_regions: bool = Tru
     """Returns the segments of some phases, in order.
 
     Args:
-        at_regions: whether they are cut where calls of regions and phases begin, too, and not only at what no CUDA
-            graph can hold.
+        at_regions: whether they are cut where calls of regions, phases and what is not compiled begin, too, and not
+            only at what no CUDA graph can hold.
     """
     nodes = [
         node
         for node in graph.nodes
         if node.op == "call_function" and not is_number(node) and note(node).phase in phases
     ]
+    if at_regions:  # what is compiled takes and gives tensors, and no tuples of them
+        inside = set(nodes)
+        groups = ((node, *(user for user in node.users if user.target is operator.getitem)) for node in nodes)
+        nodes = list(dict.fromkeys(node for group in groups for node in group if node in inside))
     segments = []
-    for (region, uncaptured, phase), run in itertools.groupby(nodes, key=_place if at_regions else _capture_place):
+    for (region, phase, eager, _), run in itertools.groupby(nodes, key=_place if at_regions else _capture_place):
         members = list(run)
-        numbers = _numbers(members)
-        segments.append(Segment(_ordered(graph, numbers, members), region, uncaptured, phase))
+        ordered = _ordered(graph, _numbers(members), members)
+        segments.append(Segment(ordered, region, note(members[0]).uncaptured, phase, eager))
     return segments
 
 
@@ -105,14 +112,16 @@ def _ordered(graph: fx.Graph, numbers: Collection[fx.Node], nodes: Sequence[fx.N
     return (*front, *behind)
 
 
-def _place(node: fx.Node) -> tuple[str, str, str]:
+def _place(node: fx.Node) -> tuple[str, str, bool, str | bool]:
     noted = note(node)
     # Where the parameter phase is part of the backward, it is one with it.
-    return noted.region, noted.uncaptured, BACKWARD if noted.phase == PARAMETER else noted.phase
+    phase = BACKWARD if noted.phase == PARAMETER else noted.phase
+    # One call of all that is not compiled: its nodes have several reasons to be in no graph.
+    return noted.region, phase, noted.eager, bool(noted.uncaptured) if noted.eager else noted.uncaptured
 
 
-def _capture_place(node: fx.Node) -> tuple[str, str, str]:
-    return "", note(node).uncaptured, ""
+def _capture_place(node: fx.Node) -> tuple[str, str, bool, str | bool]:
+    return "", "", False, note(node).uncaptured
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,8 +140,18 @@ class Unit:
     @property
     def uncaptured(self) -> str:
         """Returns why no CUDA graph can hold it, forward and backward alike."""
+        return self._first.uncaptured
+
+    @property
+    def eager(self) -> bool:
+        """Returns whether it runs as it is, between what is compiled."""
+        return self._first.eager
+
+    @property
+    def _first(self) -> Segment:
         segment = self.forward or self.backward
-        return segment.uncaptured if segment is not None else ""
+        assert segment is not None
+        return segment
 
     @cached_property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -153,7 +172,7 @@ class Unit:
         names = {name: f"${i}" for i, name in enumerate((*self.early, "late", *self.late))}
         names |= {node.name: f"%{i}" for i, node in enumerate(self.nodes)}
         count = len(self.forward.nodes) if self.forward is not None else 0
-        lines = [f"{len(self.early)} {len(self.late)} {count} {bool(self.uncaptured)}"]
+        lines = [f"{len(self.early)} {len(self.late)} {count} {bool(self.uncaptured)} {self.eager}"]
         # The identity of a draw differs from layer to layer. Written as a position it leaves the text
         # of equal layers equal, and comes as an operand at run time.
         random = {identity: f"?{i}" for i, identity in enumerate(self.identities)}
@@ -201,8 +220,8 @@ def graph_of(unit: Unit, results: Sequence[Sequence[int]], sizes: Sequence[str])
 
 def dense(value: Any) -> Any:
     """Returns a tensor whose elements stand in memory one by one, without gaps, in any order of its dimensions."""
-    if not isinstance(value, torch.Tensor):
-        return value
+    if not isinstance(value, torch.Tensor) or (type(value) is torch.Tensor and value.is_contiguous()):
+        return value  # asked of a symbolic size, `is_contiguous` would be a guard
     count = 1
     for stride, size in sorted(zip(map(_number, value.stride()), map(_number, value.shape), strict=True)):
         if size != 1 and stride != count:
@@ -382,7 +401,7 @@ def units_of(graph: fx.Graph, phases: Collection[str], needed: Collection[str], 
     # What is put off is no partner: its forward's would be kept for it alone.
     pairs = _pairs(first, [segment for segment in second if segment.phase != WEIGHT]) if paired else {}
     partners = {backward: forward for forward, backward in pairs.items()}
-    whole = {segment: computing_again(segment, partners.get(segment), first) for segment in second}
+    whole = {s: s if s.eager else computing_again(s, partners.get(s), first) for s in second}
     second, pairs = (
         [whole[segment] for segment in second],
         {forward: whole[segment] for forward, segment in pairs.items()},
@@ -416,11 +435,11 @@ def _is_early(node: fx.Node, place: Mapping[fx.Node, int], at: int) -> bool:
 
 def _pairs(first: Sequence[Segment], second: Sequence[Segment]) -> dict[Segment, Segment]:
     """Returns each segment of the backward with that of the forward of which it reads most, no two with one."""
-    home = {node: segment for segment in first for node in segment.nodes}
+    home = {node: segment for segment in first if not segment.eager for node in segment.nodes}
     pairs: dict[Segment, Segment] = {}
     taken: set[Segment] = set()
     counts: list[tuple[int, int, Segment, Segment]] = []
-    for i, backward in enumerate(second):
+    for i, backward in enumerate(segment for segment in second if not segment.eager):
         reads = Counter(home[node] for node in backward.outer if node in home)
         # A unit is captured as a whole or not at all, so both halves must be of one kind.
         alike = {segment: count for segment, count in reads.items() if segment.uncaptured == backward.uncaptured}

@@ -77,8 +77,9 @@ def test_axes_of_several_ranks_are_in_the_graph(world4: World, more: dict[str, A
 
 
 @pytest.mark.matrix
-def test_experts_without_drops_stand_between_graphs_of_stages(world4: World) -> None:
-    plan = {"pp": 2, "dp": 2, "ep": 2, "experts": fxpar.Experts("dropless")}
+@pytest.mark.parametrize("more", [{}, {"compile": True}, {"compile": True, "schedule": "zb_h1"}], ids=str)
+def test_experts_without_drops_stand_between_graphs_of_stages(world4: World, more: dict[str, Any]) -> None:
+    plan = {"pp": 2, "dp": 2, "ep": 2, "experts": fxpar.Experts("dropless"), **more}
     job = partial(stages.compare, build=partial(mixtral, layers=2), evaluate=3)
     for compared in world4.run(job, (4, 4, 6, 4), plan, (8,)):
         assert compared.is_equal

@@ -32,6 +32,9 @@ matrix = pytest.mark.matrix
         pytest.param(partial(mixtral, layers=2), {"recompute": fxpar.Recompute("full")}, 2, 2, 5, 11, marks=matrix),
         pytest.param(mixtral, {"precision": "bf16"}, 2, 2, 5, 7, marks=matrix),
         pytest.param(mixtral, {"scope": ROUTED}, 2, 2, 5, 3, marks=matrix),
+        pytest.param(mixtral, {"compile": True}, 2, 2, 5, 7, marks=matrix),
+        pytest.param(deepseek_v3, {"compile": True, "precision": "bf16"}, 2, 2, 5, 7, marks=matrix),
+        pytest.param(mixtral, {"compile": True, "scope": ROUTED}, 2, 2, 5, 3, marks=matrix),
         pytest.param(mixtral, {"every": 2, "set_to_none": False}, 1, 2, 5, 7, marks=matrix),
     ],
 )

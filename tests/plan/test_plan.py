@@ -237,7 +237,7 @@ def test_layouts_name_the_axes_of_the_dense_part_in_nesting_order() -> None:
 
 
 def test_how_rows_travel_is_an_option_of_experts_on_several_ranks() -> None:
-    plan = Plan(dp=2, ep=2, experts=Experts("dropless"))
+    plan = Plan(dp=2, ep=2, experts=Experts("dropless"), compile=True)
     assert Plan.from_yaml(plan.to_yaml()) == plan
     assert plan.on_one_rank().experts.dispatch == "static"
     budgeted = Plan.from_yaml("{dp: 2, ep: 2, experts: {recv_capacity_factor: 1.25}}")
@@ -347,10 +347,6 @@ def test_what_an_expert_takes_is_an_option_of_every_layout() -> None:
                 "cuda_graphs": fxpar.CudaGraphs("partial", scope=("attn", "moe")),
             },
             "give moe_router and moe_preprocess, or dispatch='static'",
-        ),
-        (
-            {"experts": Experts("dropless"), "dp": 2, "ep": 2, "compile": True},
-            "give compile=False, or dispatch='static'",
         ),
     ],
 )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -16,8 +19,11 @@ from torch._inductor.utils import run_and_get_code
 import fxpar
 from fxpar.compile import compile_step
 from fxpar.cost.seconds import travels
+from fxpar.experts.operators import sent_rows
 from fxpar.ir.regions import inlined
 from fxpar.ops.collectives import sum_gradients
+from fxpar.torch_internals import is_fake
+from tests.cudagraphs import graphed
 from tests.runtime import models
 from tests.runtime.jobs import Found, gradients, tp
 from tests.zoo import CASES
@@ -228,3 +234,33 @@ def variants() -> Found:
             wide[:, : batch["ids"].shape[1]] = batch["ids"]
             losses.append(float(model.train_step({**batch, "ids": wide[:, : batch["ids"].shape[1]]})))
     return {"losses": losses, "graphs": len(seen.graphs)}
+
+
+def dropless(build: Callable[[], nn.Module], options: dict[str, Any], lengths: tuple[int, ...]) -> Found:
+    """A training of experts without drops, eager and compiled, on tokens of this rank alone.
+
+    Returns:
+        By kind losses and weights; how many graphs were compiled before each step and at the end; and how many rows
+        came in each exchange.
+    """
+    rank = dist.get_rank()
+    batches = [graphed.words(1, 1, 2, length, 10 * step + rank)[0] for step, length in enumerate(lengths)]
+    plan = {"dp": 2, "ep": 2, "experts": fxpar.Experts("dropless"), **options}
+    numbers, rows = sent_rows._numbers, set[tuple[int, ...]]()
+
+    def counted(sizes: torch.Tensor, ranks: int, balanced: int) -> Any:
+        sent, came, source = numbers(sizes, ranks, balanced)
+        if not is_fake(sizes):
+            rows.add(tuple(came))
+        return sent, came, source
+
+    seen, graphs = Seen(), list[int]()
+
+    def count(model: fxpar.ParallelModule, step: int) -> None:
+        graphs.append(len(seen.graphs))
+
+    with watched(seen, vectorized=False), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sent_rows, "_numbers", counted)
+        eager = graphed.train(build, batches, **plan)
+        compiled = graphed.train(build, batches, compile=True, touch=count, **plan)
+    return {"eager": eager, "compiled": compiled, "graphs": [*graphs, len(seen.graphs)], "rows": rows}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,13 +14,16 @@ from torch import Tensor, fx
 
 import fxpar
 from fxpar.compile import compile_model, compile_step, lower_program
-from fxpar.ir.program import Note, ScalarType, TensorType, note, output_node, set_note
+from fxpar.ir.program import Note, ScalarType, TensorType, has_note, note, output_node, output_types, set_note
+from fxpar.layout.symbolic_sizes import names
 from fxpar.mesh.axes import joined_names
+from fxpar.ops.collectives import reduce_from
 from fxpar.ops.process_group import Group
 from fxpar.runtime import inductor
 from fxpar.runtime import units as units_module
 from fxpar.runtime.units import Segment, StepUnits, computing_again, dense, is_number, units_of
-from tests.cudagraphs.graphed import mixtral, words
+from tests.cudagraphs.graphed import deepseek_v3, mixtral, words
+from tests.passes.experts import Routed
 from tests.zoo import SIZES, VOCABULARY, tokens
 
 aten = torch.ops.aten
@@ -84,6 +88,58 @@ def test_each_value_is_made_before_it_is_read(paired: bool, experts: bool) -> No
         assert {*unit.late, *(() if unit.forward is not None else unit.early)} <= there
         there |= {unit.nodes[i].name for i in units.results[unit][1]}
     assert wanted <= there
+
+
+class _Balanced(Routed):
+    """Sums the shares of experts before rows travel; the loss reads the sums when they are back."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        x = self.words(input_ids)
+        shares = self.shares(x.view(-1, x.shape[-1]))
+        load = shares.sum(0)
+        logits = self.head(self.mixed(x, shares.topk(self.choices)))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss + load.square().sum()}
+
+
+@pytest.mark.parametrize(
+    ("build", "plan"),
+    [
+        (_Balanced, {"dp": 2}),
+        pytest.param(mixtral, {"dp": 2}, marks=pytest.mark.matrix),
+        pytest.param(deepseek_v3, {"tp": 2, "etp": 1, "sequence_parallel": True}, marks=pytest.mark.matrix),
+    ],
+)
+def test_what_the_routing_gives_a_size_is_in_no_compiled_unit(
+    build: Callable[[], torch.nn.Module], plan: dict[str, Any]
+) -> None:
+    """In one call, whatever its reasons; of what is compiled all operands are tensors, and sends are awaited."""
+    model, experts = build(), fxpar.Experts("dropless")
+    program = compile_model(model.train(), words(1)[0], fxpar.Plan(ep=2, experts=experts, compile=True, **plan)).program
+    step = compile_step(program, ("loss",), ("loss",), [p.fqn for p in program.parameters if p.trainable])
+    for node in [node for node in step.graph.nodes if node.target is reduce_from]:
+        node.all_input_nodes[0].append(node)  # sent as early as can be
+    graph = lower_program(step, {n: Group("ranks", 2) for n in joined_names(program.axes)}).module.graph
+    wanted = frozenset(node.name for node in output_node(graph).all_input_nodes)
+    units = units_of(graph, ("backward", "parameter"), wanted, paired=True)
+    counted = {number.name for number in step.counted}
+    made = {node.name: node for node in graph.nodes}
+    for unit in units.forward:
+        assert (unit.forward is not None and unit.backward is not None) <= (not unit.eager)
+    for unit in (unit for unit in (*units.forward, *units.backward) if not unit.eager):
+        inside = set(unit.nodes)
+        for node in unit.nodes:
+            assert is_number(node) or names(n for kind in output_types(node) for n in kind.shape).isdisjoint(counted)
+            assert not node.name.endswith("_start") or inside.issuperset(node.users)
+        for name in (*unit.early, *unit.late):
+            assert not has_note(made[name]) or isinstance(note(made[name]).type, TensorType)
+            assert made[name].name != "split_sizes"
+    eager = [[node.name for node in unit.nodes if not is_number(node)] for unit in units.forward if unit.eager]
+    assert eager[0] == ["split_sizes_start"]
+    assert eager[1][:2] == ["split_sizes", "send_rows_start"]
+    assert eager[-1][-1] == "return_rows"
+    # A shared expert is computed while rows travel back.
+    assert len(eager) == (3 if build is deepseek_v3 else 2)
 
 
 def test_what_a_number_reads_is_handed_on() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fxpar.plan.plan_options import Recompute
+from tests.cudagraphs.graphed import deepseek_v3, mixtral
 from tests.runtime import compiled
 from tests.runtime.test_training import assert_same
 from tests.runtime.world import World
@@ -109,6 +113,43 @@ def test_steps_of_many_lengths_under_other_plans(world2: World, more: dict[str, 
         for eager, other in zip(results["eager"], results["compiled"], strict=True):
             assert_equal({"eager": eager, "compiled": other})
         assert results["graphs"][2:] == results["graphs"][2:3] * 3
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "lengths", "steps"),
+    [
+        (mixtral, {}, (5, 5, 5, 5), [0, 1, 1, 1]),
+        pytest.param(mixtral, {}, (5, 6, 7, 3, 5), [0, 1, 2, 2, 2], marks=pytest.mark.matrix),
+        pytest.param(deepseek_v3, {}, (5, 5, 5), [0, 1, 1], marks=pytest.mark.matrix),
+        pytest.param(
+            partial(mixtral, layers=3), {"recompute": Recompute("full")}, (5, 5, 5), [0, 1, 1], marks=pytest.mark.matrix
+        ),
+        pytest.param(mixtral, {"recompute": Recompute("selective")}, (5, 5, 5), [0, 1, 1], marks=pytest.mark.matrix),
+        pytest.param(
+            partial(mixtral, layers=2),
+            {"dp": 1, "tp": 2, "etp": 1, "sequence_parallel": True},
+            (6, 6, 6),
+            [0, 1, 1],
+            marks=pytest.mark.matrix,
+        ),
+    ],
+)
+def test_experts_without_drops_are_compiled_once_for_all_loads(
+    world2: World, build: Callable[[], nn.Module], options: dict[str, Any], lengths: tuple[int, ...], steps: list[int]
+) -> None:
+    """For the first length and for all others: how many rows come changes nothing."""
+    for results in world2.run(compiled.dropless, build, options, lengths, seconds=900):
+        eager, other = results["eager"], results["compiled"]
+        assert other.losses == pytest.approx(eager.losses, abs=1e-5)
+        for a, b in zip(other.weights, eager.weights, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+        assert len(set(eager.losses)) == len(eager.losses)
+        *before, end = results["graphs"]
+        once = before[1]
+        assert once > 2  # what stands before experts and after them, forward and backward
+        assert before == [once * count for count in steps]
+        assert end < 2 * once * max(steps)  # of evaluations the forward
+        assert len(results["rows"]) > len(lengths)
 
 
 @pytest.mark.matrix

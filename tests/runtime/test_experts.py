@@ -36,6 +36,14 @@ PLANS: list[Any] = [
         marks=pytest.mark.matrix,
     ),
     pytest.param({"dp": 2, "ep": 2, "pp": 2, "experts": Experts("dropless")}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "experts": Experts("dropless"), "compile": True}, marks=pytest.mark.matrix),
+    pytest.param(
+        {"dp": 2, "tp": 2, "ep": 2, "experts": Experts("dropless"), "compile": True}, marks=pytest.mark.matrix
+    ),
+    pytest.param(
+        {"dp": 2, "tp": 2, "ep": 4, "etp": 1, "experts": Experts("dropless"), "compile": True},
+        marks=pytest.mark.matrix,
+    ),
 ]
 
 

@@ -283,7 +283,7 @@ _REMEDY = "give experts.dispatch='static'"
 
 
 def _lower_sizes(node: fx.Node, rank: OnRank) -> LoweredCall:
-    return LoweredCall(start_sizes, node.args, finish=sizes_there, waits=f"waits until the host knows them; {_REMEDY}")
+    return LoweredCall(start_sizes, node.args, finish=sizes_there)
 
 
 def _lower_there(node: fx.Node, rank: OnRank) -> LoweredCall:
@@ -310,6 +310,7 @@ def _of_sent(call: Reverse) -> Gradients:
     shape=_sizes_shape,
     lower=_lower_sizes,
     stops_gradient=True,
+    waits=f"waits until the host knows them; {_REMEDY}",
 )
 def split_sizes(order: Any, counts: Any, received: Any) -> Any:
     """Returns on the host how many rows go where.
@@ -408,7 +409,8 @@ def _numbers(sizes: Tensor, ranks: int, balanced: int) -> tuple[list[int], list[
         balanced: those of a source where `sizes` has no values and all ranks are taken to get as many.
     """
     if is_fake(sizes):
-        shares = [balanced // ranks + (rank < balanced % ranks) for rank in range(ranks)]
+        share = balanced // ranks  # that may be a symbol, of which nothing is asked
+        shares = [balanced - share * (ranks - 1)] + [share] * (ranks - 1)
         return shares, shares, balanced
     numbers = sizes.flatten().tolist()
     return numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks]
