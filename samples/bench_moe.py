@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 samples/bench_moe.py --runs learned balanced learned+compile
     torchrun --nproc-per-node 2 samples/bench_moe.py --runs learned+dropless learned+dropless+partial learned+alltoall
+    torchrun --nproc-per-node 2 samples/bench_moe.py --runs learned+dropless+compile learned+dropless+partial+compile
     torchrun --nproc-per-node 4 samples/bench_moe.py --runs learned+compile --batch 2 --json times.jsonl
     torchrun --nproc-per-node 2 samples/bench_moe.py --tiny --precision fp32     # to see that it runs, on a CPU too
 
@@ -10,6 +11,7 @@ A run is FLAG+FLAG…: `learned`, the model's own router, or `balanced`, as many
 fused AdamW and its clipping too, behind a graph); `unchecked` (batches are not compared over the ranks); `selective`
 and `full` (recomputation); `dropless` (rows travel alone), `alltoall` (rows travel in blocks), `budget` (buffers have
 half as many places again as an even load needs), `copy` and `nccl` (what ranks send by, where not by what is faster).
+With `dropless`, `compile` compiles what stands between experts.
 Every GPU has its own sequences and experts: the plan is dp = ep = their number, etp = 1. The model is transformers'
 Mixtral on the meta device, of 8 layers of width 2048 with 64 experts of width 1024, of which a token has 8, and 4
 sequences of 2048 tokens a GPU. A step's time is the slowest rank's median. FLOPs are 6·P·T + 12·L·s·h·T, where P has of
