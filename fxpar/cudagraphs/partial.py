@@ -257,26 +257,26 @@ class GraphedStep:
         self._scramble(self._backward[1:], flight, self._gradients.values())
         return returned
 
-    def weight_backward(self, saved: Values) -> dict[str, Tensor]:
+    def weight_backward(self, saved: Values, place: GradientSink | None = None) -> dict[str, Tensor]:
         """Implements `Runnable.weight_backward`; returns the places of what is placed, what is dynamic, and copies of
         all else."""
-        gradients = self.weight_gradients(saved)
+        gradients = self.weight_gradients(saved, place)
         dynamic = [gradients[name] for name in self._dynamic & gradients.keys()]
         return copied(gradients, [*self._placed, *dynamic])
 
-    def weight_gradients(self, saved: Values) -> dict[str, Tensor]:
+    def weight_gradients(self, saved: Values, place: GradientSink | None) -> dict[str, Tensor]:
         """Runs the rest of the backward; returns what it gives, which stays until the next forward."""
         flight = saved[_FLIGHT]
         saved.clear()
         late = range(self._calls.early, len(self._calls.backward_calls))
         if not self.is_recorded:
             self._check_open()
-            self._record(late, None, flight)
+            self._record(late, None if place is None else Noting(place, self._placed), flight)
             self._gradients = {name: self._values[name] for name in self._calls.gives if name not in self._dynamic}
             # What is dropped here the pool may give to recordings that come later.
             self._values = {}
         else:
-            self._backward[1].replay(flight.values, lambda i, known: self._calls.run_backward(late[i], known, None))
+            self._backward[1].replay(flight.values, lambda i, known: self._calls.run_backward(late[i], known, place))
         self._pool.flight = None
         self._scramble((), flight, [*self._gradients.values(), *self._placed])
         return {name: flight.values.get(name, self._gradients.get(name)) for name in self._calls.gives}
@@ -344,6 +344,7 @@ class StageStep(GraphedStep):
         super().__init__(calls, inputs, pool)
         self._operands: tuple[Mapping[str, Any], Mapping[str, int]] = {}, {}
         self._last_tangents: Mapping[str, Tensor] | None = None
+        self._place: GradientSink | None = None
 
     def forward(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], Values]:
         """Implements `Runnable.forward`."""
@@ -360,15 +361,15 @@ class StageStep(GraphedStep):
         """Implements `Runnable.input_backward`."""
         if self.is_recorded:
             return super().input_backward(saved, tangents, place)
-        self._last_tangents = tangents
+        self._last_tangents, self._place = tangents, place
         return self._calls.input_backward(saved, tangents, place)
 
-    def weight_backward(self, saved: Values) -> dict[str, Tensor]:
+    def weight_backward(self, saved: Values, place: GradientSink | None = None) -> dict[str, Tensor]:
         """Implements `Runnable.weight_backward`; without copies, as the pipeline adds gradients up at once."""
         if self.is_recorded:
-            return self.weight_gradients(saved)
+            return self.weight_gradients(saved, place)
         del saved[_FLIGHT]
-        gradients = self._calls.weight_backward(saved)
+        gradients = self._calls.weight_backward(saved, place)
         self._pool.flight = None
         return gradients
 
@@ -379,8 +380,8 @@ class StageStep(GraphedStep):
         tangents, (values, sizes) = self._last_tangents, self._operands
         self._operands, self._last_tangents = ({}, {}), None
         _, saved = super().forward(values, sizes)
-        super().input_backward(saved, tangents)
-        self.weight_gradients(saved)
+        super().input_backward(saved, tangents, self._place)
+        self.weight_gradients(saved, self._place)
 
 
 @dataclass(frozen=True)
@@ -393,7 +394,8 @@ class Noting:
     def __call__(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Implements `GradientSink.__call__`."""
         placed = self.place(gradients)
-        self.there.extend(value for name, value in placed.items() if self.destination(name) is not None)
+        places = ((value, self.destination(name)) for name, value in placed.items())
+        self.there.extend(value for value, place in places if place is not None and place.has(value))
         return placed
 
     def destination(self, name: str) -> Destination | None:

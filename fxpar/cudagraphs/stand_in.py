@@ -95,17 +95,18 @@ class Tape:
 
     def run_opaque(self, function: Boxed, operands: list[Any]) -> Sequence[Any]:
         """Runs a function whose kernels no mode sees, and adds it as one call."""
-        inputs, places = list(operands), [place for place in destinations() if place is not None]
+        inputs, places = list(operands), destinations()
         operands.clear()
         # What it writes apart from its results are operands for the tape.
-        where = [None if place is None else places.index(place) for place in destinations()]
+        written = [place.tensor for place in places if place is not None and place.tensor is not None]
 
         def again(*args: Any) -> Sequence[Any]:
-            targets = args[len(inputs) :]
-            with into([None if i is None else Destination(targets[i], places[i].adds) for i in where]):
+            targets = iter(args[len(inputs) :])
+            # A place without memory is of a stage that has failed: nobody reads what is written there.
+            there = [None if place is None or place.tensor is None else next(targets) for place in places]
+            with into([place and Destination(tensor, place.adds) for place, tensor in zip(places, there, strict=True)]):
                 return function(list(args[: len(inputs)]))
 
-        written = [place.tensor for place in places]
         with disable_current_modes():
             self.keep_values(written)
             outputs = function(list(inputs))

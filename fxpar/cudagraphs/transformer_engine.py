@@ -4,7 +4,7 @@ Enters: the calls of a step, of which a graph can hold all. Leaves: the same as 
 captured, forward and backward, as one node of autograd. Of a pipeline a rank captures all microbatches of its stages,
 in the order of its schedule.
 
-It warms functions up by running them, so gradients are placed only while a graph is captured.
+It warms functions up by running them, so gradients are put into buffers only while a graph is captured.
 """
 
 from __future__ import annotations
@@ -150,11 +150,11 @@ class EngineStep(_Captured):
         torch.autograd.grad([outputs[name] for name in names], self.handles, [tangents[name] for name in names])
         return {}
 
-    def weight_backward(self, saved: Values) -> dict[str, Tensor]:
+    def weight_backward(self, saved: Values, place: GradientSink | None = None) -> dict[str, Tensor]:
         """Implements `Runnable.weight_backward`; returns the places of what is placed, and copies of all else."""
         del saved[_FLIGHT]
         if self._graphed is None:
-            gradients = self.calls.weight_backward(saved)
+            gradients = self.calls.weight_backward(saved, self.placing)
             self._capture()
         else:
             gradients = copied(self.gradients, self._placed)
@@ -165,7 +165,7 @@ class EngineStep(_Captured):
         """Implements `_Captured.gradients_of_handles`; puts the gradients aside."""
         place = self.placing if torch.cuda.is_current_stream_capturing() else None
         self.calls.input_backward(saved, tangents, place)
-        self.gradients = self.calls.weight_backward(saved)
+        self.gradients = self.calls.weight_backward(saved, place)
         return [torch.zeros_like(handle) for handle in self.handles]
 
     def _capture(self) -> None:
@@ -188,24 +188,38 @@ class _EngineStage(_Captured):
     Args:
         key: equal for calls of which graphs are the same.
         calls, inputs: as for `_Captured`.
+
+    Attributes:
+        gradients: names of those that have handles.
+        placing: where the captured backward puts gradients.
+        placed: the sums of microbatches to which products add, by name of the value.
     """
 
     def __init__(self, key: Hashable, calls: StepCalls, inputs: Collection[str]) -> None:
         super().__init__(calls, inputs)
         self.key = key
         self.gradients = tuple(dict.fromkeys((*calls.step.returned.values(), *calls.gives)))
+        self.placing: GradientSink | None = None
+        self.placed: dict[str, Tensor] = {}
 
     def shape_handles(self, saved: Values) -> None:
-        """Makes a handle for each gradient, of its shape and without memory.
+        """Makes a handle for each gradient that lies in no sum of microbatches, of its shape and without memory.
 
-        Autograd then leaves dense gradients where the backward has written them.
+        Autograd then leaves dense gradients where the backward has written them. A sum is nobody's to give on.
         """
+        for name in self.calls.gives:
+            place = None if self.placing is None else self.placing.destination(name)
+            if place is not None and place.tensor is not None and place.has(saved[name]):
+                self.placed[name] = place.tensor
+        self.gradients = tuple(name for name in self.gradients if name not in self.placed)
         handles = []
         for gradient in (saved[name] for name in self.gradients):
             handle = gradient.new_empty(gradient.shape)
             handle.untyped_storage().resize_(0)
             handles.append(handle.requires_grad_())
-        self.handles = tuple(handles)
+        # A backward that leaves all in sums needs one, too, by which autograd runs it.
+        more = [value.new_zeros((), requires_grad=True) for value in self.placed.values()] if not handles else []
+        self.handles = (*handles, *more[:1])
 
     def sample(self) -> tuple[Tensor, ...]:
         """Returns what it is captured with."""
@@ -220,8 +234,10 @@ class _EngineStage(_Captured):
 
     def gradients_of_handles(self, saved: Values, tangents: Mapping[str, Tensor]) -> Sequence[Tensor]:
         """Implements `_Captured.gradients_of_handles`."""
-        named = {**self.calls.input_backward(saved, tangents), **self.calls.weight_backward(saved)}
-        return [named[name] for name in self.gradients]
+        # Warm-ups may add to sums: it is after a step, and the next one begins with zeros.
+        place = self.placing
+        named = {**self.calls.input_backward(saved, tangents, place), **self.calls.weight_backward(saved, place)}
+        return [named[name] for name in self.gradients] or [torch.zeros_like(handle) for handle in self.handles]
 
 
 class _Microbatch:
@@ -257,25 +273,26 @@ class _Microbatch:
         """Implements `Runnable.input_backward`; returns copies, which are sent while the next graph runs."""
         stage = self._stage
         if self._graphed is None:
+            stage.placing = place
             return stage.calls.input_backward(saved, tangents, place)
         outputs, names = saved.pop(_OUTPUTS), list(tangents)
         gradients: Sequence[Tensor] = ()
         if stage.handles:
             ends = [outputs[name] for name in names]
             gradients = torch.autograd.grad(ends, stage.handles, [tangents[name] for name in names])
-        saved[_GRADIENTS] = named = dict(zip(stage.gradients, gradients, strict=True))
+        saved[_GRADIENTS] = named = dict(zip(stage.gradients, gradients, strict=False))
         return {name: named[name].clone() for name in stage.calls.step.returned.values()}
 
-    def weight_backward(self, saved: Values) -> dict[str, Tensor]:
+    def weight_backward(self, saved: Values, place: GradientSink | None = None) -> dict[str, Tensor]:
         """Implements `Runnable.weight_backward`; without copies, as the pipeline adds gradients up at once."""
         stage = self._stage
         if self._graphed is None:
-            gradients = stage.calls.weight_backward(saved)
+            gradients = stage.calls.weight_backward(saved, place)
             self._order.append((self._number, -1))
             if not stage.handles:
                 stage.shape_handles(saved)
             return gradients
-        named = saved.pop(_GRADIENTS)
+        named = {**saved.pop(_GRADIENTS), **stage.placed}
         return {name: named[name] for name in stage.calls.gives}
 
 

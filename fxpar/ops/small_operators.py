@@ -6,7 +6,7 @@ written where the gradients of weights are to stay.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpar.ir.program import operands, output_layouts
+from fxpar.ir.program import operands, output_layouts, output_node
 from fxpar.layout.layout import Placement
 from fxpar.ops import process_group
 from fxpar.ops.lowering_context import OnRank
@@ -241,17 +241,21 @@ def transfer(self: Any) -> Any:
 _ALIGNED = 16
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Destination:
     """Where a gradient is to stay.
 
     Attributes:
-        tensor: the memory.
+        tensor: the memory; None where the first product that is written here makes it.
         adds: whether the gradient is added to what is there.
     """
 
-    tensor: Tensor
+    tensor: Tensor | None
     adds: bool
+
+    def has(self, value: Tensor) -> bool:
+        """Returns whether a value was written there; what is empty lies anywhere."""
+        return self.tensor is not None and self.tensor.data_ptr() == value.data_ptr()
 
 
 _given: ContextVar[Sequence[Destination | None]] = ContextVar("where a call's results are to stay", default=())
@@ -278,6 +282,11 @@ def _placed(a: Tensor, b: Tensor, result: int) -> Tensor:
 
 @torch_operator("placed_product", torch.Tag.flexible_layout, fake=_placed, direct=True)
 def placed_product(a: Tensor, b: Tensor, result: int) -> Tensor:
+    """Computes `product_in_place` in compiled code."""
+    return product_in_place(a, b, result)
+
+
+def product_in_place(a: Tensor, b: Tensor, result: int) -> Tensor:
     """Multiplies two matrices [m, k] and [k, n]; the product is a result of the call under way.
 
     Args:
@@ -288,11 +297,37 @@ def placed_product(a: Tensor, b: Tensor, result: int) -> Tensor:
     """
     places = _given.get()
     place = places[result] if result < len(places) else None
-    if place is None or not _fits(place.tensor, a, b):
+    if place is None:
+        return torch.mm(a, b)
+    if place.tensor is None:
+        # Zeros to add to, and no plain product: all microbatches go through one kernel, with graphs and without.
+        place.tensor = a.new_zeros((a.shape[0], b.shape[1]))
+    if not _fits(place.tensor, a, b):
         return torch.mm(a, b)
     if place.adds:
         return place.tensor.addmm_(a, b)
     return torch.mm(a, b, out=place.tensor)
+
+
+def place_products(graph: fx.Graph, target: Callable[[Tensor, Tensor, int], Tensor]) -> int:
+    """Lets products be written where a call's results are to stay; gives how many.
+
+    Args:
+        target: computes them: `product_in_place`, or the operator.
+    """
+    end = output_node(graph)
+    placed = 0
+    for index, value in enumerate(end.args[0]):  # type: ignore[arg-type]
+        # Another reader needs the product alone, while its place may hold the sum with earlier gradients.
+        if not isinstance(value, fx.Node) or value.target is not _MM or list(value.users) != [end]:
+            continue
+        if list(end.args[0]).count(value) == 1:  # type: ignore[arg-type]
+            value.target, value.args = target, (*value.args, index)
+            placed += 1
+    return placed
+
+
+_MM = torch.ops.aten.mm.default
 
 
 def _fits(place: Tensor, a: Tensor, b: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch.fx.graph import CodeGen
 
 from fxpar.ir.program import Program, has_note, note
 from fxpar.ir.step import PHASES, RECOMPUTE
-from fxpar.ops.small_operators import Destination, into
+from fxpar.ops.small_operators import Destination, into, place_products, product_in_place
 from fxpar.runtime.units import Segment, is_number, segments
 
 Values = dict[str, Any]
@@ -25,13 +25,13 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 class GradientSink(Protocol):
-    """Where gradients are to stay."""
+    """Where gradients are to stay: by parameter those of a whole backward, else by name of the value."""
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Puts gradients there, by parameter, but those that are there already; gives the places."""
+        """Puts gradients there, but those that are there already; gives the places."""
 
     def destination(self, name: str) -> Destination | None:
-        """Returns where that of a parameter may be written at once; None where something else comes first."""
+        """Returns where one may be written at once; None where something else comes first."""
 
 
 @dataclass(frozen=True)
@@ -110,14 +110,14 @@ class Runnable(Protocol):
         Args:
             saved: what the forward left; `weight_backward` takes it afterwards.
             tangents: by name of the output.
-            place: called with gradients by parameter as soon as they are there.
+            place: called with gradients as soon as they are there.
 
         Returns:
             The gradients of a stage's inputs, by name of the value.
         """
 
-    def weight_backward(self, saved: Values) -> dict[str, Tensor]:
-        """Runs the rest of the backward, after `input_backward`.
+    def weight_backward(self, saved: Values, place: GradientSink | None = None) -> dict[str, Tensor]:
+        """Runs the rest of the backward, after `input_backward`; as for that.
 
         Returns:
             The parameters' gradients, or what this rank has of them, by name of the value. The next forward of a
@@ -183,10 +183,10 @@ class StepCalls(_Calls):
             self.run_backward(index, saved, place)
         return {name: saved[name] for name in self.step.returned.values()}
 
-    def weight_backward(self, saved: Values) -> dict[str, Tensor]:
+    def weight_backward(self, saved: Values, place: GradientSink | None = None) -> dict[str, Tensor]:
         """Implements `Runnable`."""
         for index in range(self.early, len(self.backward_calls)):
-            self.run_backward(index, saved, None)
+            self.run_backward(index, saved, place)
         return {name: saved[name] for name in self.gives}
 
     def run_backward(self, index: int, values: Values, place: GradientSink | None) -> None:
@@ -195,24 +195,23 @@ class StepCalls(_Calls):
         if place is None or not ready:
             call(values)
             return
-        owners = {value: fqn for fqn, value in ready.items()}
+        names = {value: name for name, value in ready.items()}
         # A kernel may write a gradient straight into its buffer, which spares a copy after it.
-        with into([place.destination(owners[value]) if value in owners else None for value in call.gives]):
+        with into([place.destination(names[value]) if value in names else None for value in call.gives]):
             call(values)
-        placed = place({fqn: values[value] for fqn, value in ready.items()})
-        values.update({value: placed[fqn] for fqn, value in ready.items()})
+        placed = place({name: values[value] for name, value in ready.items()})
+        values.update({value: placed[name] for name, value in ready.items()})
 
     def _ready(self) -> list[dict[str, str]]:
-        """Returns, for each call of the backward, the gradients that are there then and that no later call reads.
+        """Returns, for each call of the backward, the gradients that are there then and that nobody else reads.
 
         Not what is the gradient of several parameters: one place would be given to all of them.
         """
         ready: list[dict[str, str]] = []
-        if not self.whole:
-            return [{} for _ in self.backward_calls]
-        shared = Counter(self.step.gradients.values())
-        gradients = {fqn: value for fqn, value in self.step.gradients.items() if shared[value] == 1}
-        read: set[str] = set()
+        names = self.step.gradients if self.whole else {value: value for value in self.gives}
+        shared = Counter(names.values())
+        gradients = {name: value for name, value in names.items() if shared[value] == 1}
+        read = set(self.step.returned.values())
         for call in reversed(self.backward_calls):
             ready.append({f: v for f, v in gradients.items() if v in call.gives and v not in read})
             read.update(call.takes)
@@ -364,5 +363,6 @@ def _eager_call(segment: Segment, returned: Collection[fx.Node]) -> UnitCall:
     for node in segment.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
+    place_products(graph, product_in_place)
     takes, gives = (tuple(node.name for node in group) for group in (segment.outer, outputs))
     return UnitCall(emptying(fx.GraphModule(nn.Module(), graph)), takes, gives, uncaptured=segment.uncaptured)

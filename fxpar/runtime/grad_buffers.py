@@ -112,7 +112,7 @@ class Buffers:
         placed, moved, added = dict(gradients), list[str](), list[str]()
         for name, gradient in gradients.items():
             place = self.destination(leaves, name)
-            if place is None:
+            if place is None or place.tensor is None:
                 continue
             placed[name] = place.tensor
             # Empty tensors all have address 0, which says nothing of where they lie.
@@ -289,7 +289,8 @@ def call_hooks(leaves: Mapping[str, Tensor], names: Iterable[str]) -> None:
 
 
 def _hooked(leaf: Tensor, gradient: Tensor) -> Tensor:
-    """Returns what the hooks of a tensor make of its gradient."""
+    """Returns what the hooks of a tensor make of its gradient, of which they may keep what they see."""
+    gradient = gradient.clone() if leaf._backward_hooks else gradient  # it may lie where the next step adds up its own
     for hook in list((leaf._backward_hooks or {}).values()):
         replacement: Any = hook(gradient)
         if replacement is not None:
@@ -297,7 +298,63 @@ def _hooked(leaf: Tensor, gradient: Tensor) -> Tensor:
     return gradient
 
 
-# Gradients that wait for their sum over the ranks.
+# Gradients that wait for those of other microbatches, and for their sum over the ranks.
+
+
+class MicrobatchSum:
+    """What microbatches of a step leave, added up: by the products themselves, and all else after each backward.
+
+    It is a `fxpar.runtime.calls.GradientSink`, by name of the value.
+
+    Attributes:
+        is_filled: whether a microbatch has left all that it leaves.
+    """
+
+    def __init__(self) -> None:
+        self.is_filled = False
+        self._places: dict[str, Destination] = {}
+
+    def clear(self) -> None:
+        """Begins anew, in the same memory."""
+        tensors = [place.tensor for place in self._places.values() if place.tensor is not None]
+        if tensors:
+            torch._foreach_zero_(tensors)
+
+    def __call__(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Implements `GradientSink.__call__`, but that `add` adds what is not there: in one kernel for all calls."""
+        places = ((name, value, self.destination(name)) for name, value in gradients.items())
+        return {
+            name: place.tensor if place.tensor is not None and place.has(value) else value
+            for name, value, place in places
+        }
+
+    def destination(self, name: str) -> Destination:
+        """Implements `GradientSink.destination`."""
+        place = self._places.get(name)
+        if place is None:
+            place = self._places[name] = Destination(None, adds=True)
+        return place
+
+    def add(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the sums by name, after the backward of a microbatch.
+
+        Args:
+            gradients: what it has left, by name; some lie in the sums, of which they are part.
+        """
+        sums: dict[str, Tensor] = {}
+        more: list[tuple[Tensor, Tensor]] = []
+        for name, gradient in gradients.items():
+            place = self.destination(name)
+            if place.tensor is None:
+                # A clone: some are views, and what is added to must be this rank's alone.
+                place.tensor = gradient.clone()
+            elif not place.has(gradient):
+                more.append((place.tensor, gradient))
+            sums[name] = place.tensor
+        self.is_filled = True
+        if more:
+            torch._foreach_add_([total for total, _ in more], [gradient for _, gradient in more])
+        return sums
 
 
 Finish = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -306,14 +363,36 @@ Finish = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 class Waiting:
     """What calls have left so far.
 
+    Args:
+        graphed: whether steps are replayed. Sums of microbatches keep their addresses then.
+
     Attributes:
         holds: whether calls leave theirs, and get no gradients.
     """
 
-    def __init__(self) -> None:
-        self.holds = False
+    def __init__(self, graphed: bool = False) -> None:
+        self.holds, self._graphed, self._adds_up = False, graphed, False
+        self._sums: dict[Hashable, MicrobatchSum] = {}
         self._held: dict[str, Tensor] = {}
         self._signature: Hashable = None
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begins a step of microbatches."""
+        self._release()
+        self._adds_up = True
+        for total in self._sums.values():
+            total.clear()
+
+    def sum_of(self, key: Hashable) -> MicrobatchSum:
+        """Returns where microbatches of the step are added up that leave the same gradients."""
+        return self._sums.setdefault(key, MicrobatchSum())
+
+    def _release(self) -> None:
+        """Ends a step of microbatches: frees the sums that no graph knows."""
+        # One that is empty, as its first microbatch has failed, would be of no use to graphs.
+        self._sums = {key: total for key, total in self._sums.items() if self._graphed and total.is_filled}
+        self._adds_up = False
 
     @property
     def is_idle(self) -> bool:
@@ -332,6 +411,8 @@ class Waiting:
         Raises:
             InputError: what waits is of another program.
         """
+        is_sum = self._adds_up and self._graphed
+        self._release()
         if self.is_idle:
             return finish(unsummed)
         if self._held:
@@ -344,7 +425,9 @@ class Waiting:
                 )
             torch._foreach_add_(list(unsummed.values()), [self._held[name] for name in unsummed])
         if self.holds:
-            self._held, self._signature = unsummed, signature
+            # Clones of sums in which the next step adds up its own.
+            self._held = {name: value.clone() for name, value in unsummed.items()} if is_sum else unsummed
+            self._signature = signature
             return {}
         self._held = {}
         return finish(unsummed)

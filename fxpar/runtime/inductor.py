@@ -43,7 +43,7 @@ from fxpar.ir.program import output_node
 from fxpar.ops import (
     peer_copies,  # noqa: F401 - defines the operators
     random,
-    small_operators,  # noqa: F401 - defines the operator
+    small_operators,
 )
 from fxpar.peer_memory.compiler.allreduce_epilogue_fusion import sums_in_rows
 from fxpar.plan.plan import Plan
@@ -53,6 +53,7 @@ from fxpar.runtime.graph_modes import opaque
 Run = Callable[..., Sequence[Any]]
 
 
+_PLACED = torch.ops.fxpar.placed_product.default
 _EARLY, _LATE = "primals_", "tangents_"  # PyTorch's partitioner goes by these names
 
 
@@ -135,7 +136,7 @@ class Inductor:
         with torch.no_grad():
             changed = sums_in_rows(graph.graph)
         if backward:
-            changed += place_products(graph.graph)
+            changed += small_operators.place_products(graph.graph, _PLACED)
         if changed:
             graph.recompile()
         fakes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
@@ -193,24 +194,6 @@ def _name_inputs(graph: fx.Graph, early: int) -> None:
         name = f"{_EARLY}{index}" if index < early else f"{_LATE}{index - early}"
         node.target = name
         node._rename(name)
-
-
-_MM = torch.ops.aten.mm.default
-_PLACED = torch.ops.fxpar.placed_product.default
-
-
-def place_products(graph: fx.Graph) -> int:
-    """Lets products be written where a call's results are to stay; gives how many."""
-    end = output_node(graph)
-    placed = 0
-    for index, value in enumerate(end.args[0]):  # type: ignore[arg-type]
-        # Another reader needs the product alone, while its place may hold the sum with earlier gradients.
-        if not isinstance(value, fx.Node) or value.target is not _MM or list(value.users) != [end]:
-            continue
-        if list(end.args[0]).count(value) == 1:  # type: ignore[arg-type]
-            value.target, value.args = _PLACED, (*value.args, index)
-            placed += 1
-    return placed
 
 
 # Sums that a compiled pair keeps for its backward.

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fxpar.ir.step import is_counted
 from fxpar.runtime.expert_loads import Finished, Loads
-from fxpar.runtime.grad_buffers import Finish
+from fxpar.runtime.grad_buffers import Finish, Waiting
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,7 @@ def run_microbatches(
     state: Tensor,
     run: Callable[[Any, Microbatch], MicrobatchResult],
     finished: Finished,
+    waiting: Waiting,
     adds: bool = False,
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """Returns the loss of a step, and its gradients by name of the parameter.
@@ -145,6 +146,7 @@ def run_microbatches(
         state: random state of the step, i64[3].
         run: forward and backward of one.
         finished: makes gradients of what all have left (`Waiting.finished`).
+        waiting: adds up what they leave.
         adds: whether the losses are added, in place of their mean.
 
     Microbatches whose programs leave other values for the parameter phase, as of other lengths, have one of their own.
@@ -152,15 +154,10 @@ def run_microbatches(
     losses: list[Tensor] = []
     counts: list[Tensor] = []
     totals: dict[Hashable, tuple[dict[str, Tensor], Finish]] = {}
+    waiting.start()
     for index, part in enumerate(parts):
         left = run(part, Microbatch(index, len(parts), state, counts[0] if counts else None, adds))
-        if left.signature not in totals:
-            # Clones: some are views, and what is added to must be this rank's alone.
-            total = {name: value.clone() for name, value in left.unfinished.items()}
-            totals[left.signature] = total, left.finish
-        elif left.unfinished:
-            total, _ = totals[left.signature]
-            torch._foreach_add_(list(total.values()), [left.unfinished[name] for name in total])
+        totals[left.signature] = waiting.sum_of(left.signature).add(left.unfinished), left.finish
         losses.append(left.loss)
         counts += [] if left.counted is None else [left.counted]
         del left  # the next one needs the memory

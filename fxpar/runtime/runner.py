@@ -5,7 +5,7 @@ Enters: a module, and calls that are bound to their programs. Leaves: the output
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from fxpar.plan.plan import Plan
 from fxpar.rewrite.loss_reduction import COUNT
 from fxpar.runtime import batch as calls
 from fxpar.runtime.bound_batch import BoundBatch, Written
-from fxpar.runtime.grad_buffers import Buffers, Placing, TensorAddresses, Waiting
+from fxpar.runtime.grad_buffers import Buffers, MicrobatchSum, Placing, TensorAddresses, Waiting
 from fxpar.runtime.local_model import LocalModel
 from fxpar.runtime.microbatches import Microbatch, MicrobatchResult, weight
 from fxpar.runtime.outputs import differentiable
@@ -157,7 +157,7 @@ class Runner:
         self._foreign, self._agreement, self._device = module.foreign, module.world.agreement, module.world.device
         self.copies = Copies(PRECISION_DTYPES[plan.precision]) if is_mixed(plan) else None
         self.buffers = Buffers(is_graphed, plan.pp > 1)
-        self.waiting = Waiting()
+        self.waiting = Waiting(is_graphed)
         self.tensors = Tensors(module)
         self._cut = frozenset(name for name, value in self.tensors.all.items() if isinstance(value, Sharded))
         self._weights: dict[int, _Weights] = {}
@@ -240,6 +240,7 @@ class Runner:
         state: Callable[[], Tensor],
         microbatch: Microbatch | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        adds_up: bool = False,
     ) -> MicrobatchResult:
         """Runs forward and backward of a batch's loss.
 
@@ -248,6 +249,7 @@ class Runner:
             state: gives the random state of the step, i64[3].
             microbatch: the call is one of several.
             scaler: scales what is differentiated.
+            adds_up: products may add to what earlier microbatches of the step have left; others leave theirs alone.
 
         Raises:
             InputError: nothing that requires a gradient is reached.
@@ -263,7 +265,10 @@ class Runner:
         names = tuple(n for n in steps.program.outputs if n in (name, COUNT) or is_counted(n) or is_buffer(n))
         step, sizes = steps.step((name,), frozenset(leaves), names), call.sizes
         steps.graphs.check(step.uncaptured)
-        state_of_gradients = self.buffers.state(leaves) if whole else None
+        place: Placing | MicrobatchSum | None = self.waiting.sum_of(step.signature) if adds_up else None
+        state_of_gradients: Hashable = place
+        if whole:
+            place, state_of_gradients = Placing(self.buffers, leaves), self.buffers.state(leaves)
         pending = steps.run(sizes, step, values, whole=whole, gradients=state_of_gradients, rows=call.rows)
         loss = pending.outputs[name]
         counted = pending.outputs[COUNT] if microbatch is not None and COUNT in names else None
@@ -273,7 +278,6 @@ class Runner:
         if scaler is not None:
             # The tangent is scaled and not the loss: the caller gets the true loss.
             tangent = scaler.scale(tangent)
-        place = Placing(self.buffers, leaves) if whole else None
         gradients = pending.backward({name: tangent}, whole=whole, place=place)
         if whole:
             return MicrobatchResult(loss, pending.outputs, {}, lambda total: gradients, step.signature)

@@ -80,8 +80,7 @@ class FinishedForward:
 
         Args:
             tangents: gradients of the step's outputs, by name.
-            place: of a whole backward: called with gradients by parameter as soon as they are there, gives them where
-                they are to stay.
+            place: called with gradients as soon as they are there, gives them where they are to stay.
         """
         # Taken away from here, so that each value is freed at its last use in the backward.
         calls, saved, self.saved = self.calls, self.saved, {}
@@ -90,22 +89,22 @@ class FinishedForward:
             _, saved = calls.forward(self.sources, self.sizes)
         like = {name: _like(tangent, self.types[name]) for name, tangent in tangents.items()}
         calls.input_backward(saved, like, place)
-        gradients = calls.weight_backward(saved)
+        gradients = calls.weight_backward(saved, place)
         return {fqn: gradients[value] for fqn, value in self.step.gradients.items()} if whole else gradients
 
-    def input_backward(self, tangents: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def input_backward(self, tangents: Mapping[str, Tensor], place: GradientSink) -> dict[str, Tensor]:
         """Runs the part of a backward that the gradients of inputs need; returns these by name of the output."""
         like = {name: _like(tangent, self.types[name]) for name, tangent in tangents.items()}
-        gradients = self.calls.input_backward(self.saved, like)
+        gradients = self.calls.input_backward(self.saved, like, place)
         return {name: gradients[value] for name, value in self.step.returned.items()}
 
-    def weight_backward(self) -> dict[str, Tensor]:
+    def weight_backward(self, place: GradientSink) -> dict[str, Tensor]:
         """Runs the rest of the backward; returns what this rank has of the gradients, by name of the value.
 
         The next forward of the stage may overwrite them.
         """
         saved, self.saved = self.saved, {}
-        return self.calls.weight_backward(saved)
+        return self.calls.weight_backward(saved, place)
 
     def parameter(self, local_gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the gradients by name of the parameter. A collective call.

@@ -239,7 +239,7 @@ class Training:
         """Returns loss and gradients of several; with a budget of one too: they are in no buffer yet."""
 
         def run(call: BoundBatch, microbatch: Microbatch) -> MicrobatchResult:
-            left = self._runner.step(new.read(call), lambda: drawn, microbatch, options.scaler)
+            left = self._runner.step(new.read(call), lambda: drawn, microbatch, options.scaler, adds_up=True)
             rows.append(left.rows)
             new.add(left.outputs)
             return left
@@ -247,7 +247,7 @@ class Training:
         finished: Finished = self._waiting.finished
         if self.budget is not None and not is_recorded:
             finished = self.budget.checked(rows, finished)
-        return run_microbatches(calls, drawn, run, finished, calls[0].adds)
+        return run_microbatches(calls, drawn, run, finished, self._waiting, calls[0].adds)
 
     def _stepped(self, outcome: StepResult, parameters: Mapping[str, Tensor], options: StepOptions) -> StepResult:
         """Clips, steps and frees the gradients."""

@@ -171,6 +171,21 @@ def test_what_is_transposed_in_its_memory_keeps_its_order(world2: World) -> None
         assert captured.compared.is_equal
 
 
+def bare() -> stages.Deep:
+    """A model whose first stage leaves nothing but gradients that products add up."""
+    model = stages.Deep()
+    model.words.requires_grad_(False)
+    for layer in model.layers:
+        layer.register_parameter("bias", None)
+    return model
+
+
+def test_a_stage_all_of_whose_gradients_are_added_up_in_place_is_captured(world2: World) -> None:
+    for captured in world2.run(partial(capture, build=bare), (3, 3, 3), {"pp": 2}):
+        assert captured.compared.is_equal
+        assert captured.compared.graphs == [6, 6, 6]
+
+
 def doubled() -> tuple[str, bool]:
     """What is said of a model in float64, and whether its weights are as they were."""
     with pytest.MonkeyPatch.context() as patch:

@@ -42,7 +42,8 @@ def stepped(
         return MicrobatchResult(loss.detach(), {}, {"w_gradient": gradient}, finish, signature, counted)
 
     parts = ROWS[: sum(lengths)].split(list(lengths))
-    return run_microbatches(parts, torch.tensor([1, 2, 3]), run, (waiting or Waiting()).finished)
+    waiting = waiting or Waiting()
+    return run_microbatches(parts, torch.tensor([1, 2, 3]), run, waiting.finished, waiting)
 
 
 def gradient(lengths: Sequence[int], *, counts: bool) -> tuple[Tensor, Tensor]:

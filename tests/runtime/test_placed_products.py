@@ -12,8 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxpar
 from fxpar.ops import small_operators
-from fxpar.ops.small_operators import Destination, into, placed_product
-from fxpar.runtime.inductor import place_products
+from fxpar.ops.small_operators import Destination, into, place_products, placed_product
 
 
 def traced(function: Any, *values: Tensor) -> torch.fx.GraphModule:
@@ -27,7 +26,7 @@ def test_only_what_is_nothing_but_a_result() -> None:
 
     a, b = torch.randn(3, 4), torch.randn(4, 2)
     graph = traced(function, a, b)
-    assert place_products(graph.graph) == 1
+    assert place_products(graph.graph, small_operators.product_in_place) == 1
     graph.recompile()
     place = torch.ones(3, 2)
     with into([None, Destination(place, adds=True), *[Destination(torch.empty(3, 2), adds=True)] * 4]):

@@ -39,7 +39,7 @@ from fxpar.rewrite.loss_reduction import COUNT
 from fxpar.runtime.bound_batch import BoundBatch, Written
 from fxpar.runtime.calls import LoweredStep
 from fxpar.runtime.expert_loads import check, overflowed
-from fxpar.runtime.grad_buffers import Waiting
+from fxpar.runtime.grad_buffers import MicrobatchSum, Waiting
 from fxpar.runtime.microbatches import Microbatch, joined_loss, unit_of, weight
 from fxpar.runtime.rank_consensus import is_lost
 from fxpar.runtime.sharded import Sharded, local_of
@@ -103,7 +103,8 @@ class PipelineExecutor(Evaluation):
         schedule = order.schedule
         self._world.agreement.enter()
         channels = self._channels(order, largest_message(calls))
-        run = _PipelineStep(channels, schedule, calls, self._random_state(calls, state), scaler, new)
+        self._waiting.start()
+        run = _PipelineStep(channels, schedule, calls, self._random_state(calls, state), scaler, new, self._waiting)
         actions = schedule.ranks[self._world.place]
         # A later action of a stage replaces the one before it, so that the last of each is left.
         ends = {action.stage: action for action in actions if action.phase in _LAST}.values()
@@ -254,6 +255,7 @@ class _PipelineStep:
 
     Args:
         state: random state, i64[3]; None where nothing draws.
+        waiting: adds up what microbatches leave.
 
     Attributes:
         losses: of the microbatches so far, on the last stage.
@@ -273,8 +275,9 @@ class _PipelineStep:
         state: Tensor | None,
         scaler: torch.amp.GradScaler | None,
         new: Written,
+        waiting: Waiting,
     ) -> None:
-        self._channels, self.schedule, self.calls = channels, schedule, calls
+        self._channels, self.schedule, self.calls, self._waiting = channels, schedule, calls, waiting
         self._new, self._state, self._scaler = new, state, scaler
         self.losses: dict[int, Tensor] = {}
         self.counts: dict[int, Tensor] = {}
@@ -295,7 +298,11 @@ class _PipelineStep:
             self._input_backward(action)
         if action.phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT):
             pending = self._flying.pop((action.stage, action.microbatch))
-            self._add(action, pending, pending.weight_backward())
+            self._add(action, pending, pending.weight_backward(self._sum(action, pending.step)))
+
+    def _sum(self, action: Action, step: LoweredStep) -> MicrobatchSum:
+        """Returns where what the microbatches of a stage leave is added up."""
+        return self._waiting.sum_of((action.stage, step.signature))
 
     def _stage(self, action: Action) -> tuple[Stage, Steps]:
         stage, steps = self.calls[action.microbatch].ready.stages[action.stage]
@@ -322,7 +329,9 @@ class _PipelineStep:
         if stage.number:
             taken = self._take(action, Kind.ACTIVATION, stage.number - 1, received_parts(stage, call.sizes))
             values |= dict(zip(stage.received.values(), taken, strict=True))
-        pending = steps.run(call.sizes, _lowered(call, stage, steps), values, whole=False, rows=call.rows)
+        step = _lowered(call, stage, steps)
+        places = self._sum(action, step)
+        pending = steps.run(call.sizes, step, values, whole=False, gradients=places, rows=call.rows)
         if call.loss in stage.program.outputs:
             self.losses[action.microbatch] = pending.outputs[call.loss]
             if COUNT in stage.program.outputs:
@@ -361,7 +370,7 @@ class _PipelineStep:
             tangents |= dict(zip(names, self._take(action, Kind.GRADIENT, stage.number + 1, shapes), strict=True))
         if call.loss in stage.tangents:
             tangents[call.loss] = self._share(action.microbatch, pending.outputs[call.loss])
-        gradients = pending.input_backward(tangents)
+        gradients = pending.input_backward(tangents, self._sum(action, pending.step))
         if stage.number:
             self._give(action, Kind.GRADIENT, [gradients[name] for name in stage.returned.values()])
 
@@ -385,12 +394,7 @@ class _PipelineStep:
                 remedy="pass microbatches of one structure and kind of sizes",
             )
         local = {name: gradients[name] for name in pending.step.unfinished}
-        if before is None:
-            # Clones: some are views, and what is added to must be this rank's own.
-            self.total[action.stage] = {name: value.clone() for name, value in local.items()}
-        elif local:
-            total = self.total[action.stage]
-            torch._foreach_add_(list(total.values()), [local[name] for name in total])
+        self.total[action.stage] = self._sum(action, pending.step).add(local)
         self.last[action.stage] = pending
 
 
