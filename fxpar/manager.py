@@ -21,6 +21,7 @@ from fxpar.ir.program import PassRecord, Program, describe
 from fxpar.ir.properties import Property
 from fxpar.ir.regions import inlined
 from fxpar.ops.dataflow import Expressions
+from fxpar.ops.token_chunks import merged
 from fxpar.signatures.check_cache import Facts, Sighting, facts_of, has_same_operations, sightings
 from fxpar.text.printing import print_program
 
@@ -350,6 +351,7 @@ def _check_dataflow(item: Pass, before: Program, after: Program, flows: Expressi
     Raises:
         PassError: an output is computed differently; names it, and the first operation that differs.
     """
+    (before, _), (after, _) = merged(before), merged(after)
     expected, actual = flows.outputs(before), flows.outputs(after)
     odd = next((name for name in (*expected, *actual) if expected.get(name) != actual.get(name)), None)
     if odd is None:

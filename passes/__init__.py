@@ -19,6 +19,7 @@ from fxpar.ops.lower import Lowered
 from fxpar.passes.annotate import annotate
 from fxpar.passes.assign_rng import assign_rng
 from fxpar.passes.canonicalize import canonicalize
+from fxpar.passes.chunk_tokens import chunk_tokens
 from fxpar.passes.coalesce import coalesce
 from fxpar.passes.differentiate import differentiable, differentiate, of_outputs
 from fxpar.passes.dispatch_experts import dispatch_experts
@@ -59,6 +60,7 @@ STEP_PASSES: tuple[Pass, ...] = (
     recompute,
     rematerialise,
     prune,
+    chunk_tokens,
     mark_regions,
     outline_layers,
     overlap,
@@ -133,6 +135,7 @@ __all__ = [
     "annotate",
     "assign_rng",
     "canonicalize",
+    "chunk_tokens",
     "coalesce",
     "counted_steps",
     "differentiate",

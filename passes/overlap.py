@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -44,8 +44,8 @@ def overlap(program: Program) -> Program:
 
     Algorithm: nodes keep their order but for products that are not listened to, with what follows from them. Those are
     postponed, first in first out: as many of them follow a collective as take its time, by the plan's constants at the
-    example's sizes; of what is postponed beyond two milliseconds the oldest run at once. A run without collectives
-    keeps its order.
+    example's sizes, less that of products which stand in front of its first reader anyway; of what is postponed beyond
+    two milliseconds the oldest run at once. A run without collectives keeps its order.
     """
     whole = inlined(program)
     seconds = estimates(whole)
@@ -113,6 +113,7 @@ class _Order:
         run, listened = frozenset(nodes), self._listened(nodes)
         if not listened:
             return list(nodes)
+        beside = self._beside(nodes, listened)
         for node in nodes:
             if node in self._placed:
                 continue
@@ -126,7 +127,7 @@ class _Order:
             self._place(run, node)
             # Order is what this pass can give, and needs free multiprocessors to hide anything. After one full wave of
             # a product NCCL waits all the same, and copy engines do not.
-            self._run_postponed(run, sum(send.seconds for send in sends.get(node.name, ())))
+            self._run_postponed(run, sum(send.seconds for send in sends.get(node.name, ())) - beside.get(node, 0.0))
         for node in (*self._postponed, *nodes):
             self._place(run, node)
         return list(self._placed)
@@ -138,6 +139,20 @@ class _Order:
             if node.name in self.seconds.sends or any(user in listened for user in node.users):
                 listened.add(node)
         return listened
+
+    def _beside(self, nodes: Sequence[fx.Node], listened: Collection[fx.Node]) -> dict[fx.Node, float]:
+        """Returns for each collective the seconds of products between it and its first reader that are not postponed.
+
+        That is what other chunks of tokens compute meanwhile.
+        """
+        products = [self.seconds.products.get(node, 0.0) if node in listened else 0.0 for node in nodes]
+        places, before = {node: place for place, node in enumerate(nodes)}, [0.0, *itertools.accumulate(products)]
+        beside = {}
+        for node in nodes:
+            if node.name in self.seconds.sends:
+                reader = min((places[user] for user in node.users if user in places), default=len(nodes))
+                beside[node] = before[reader] - before[places[node]]
+        return beside
 
     def _run_postponed(self, run: frozenset[fx.Node], seconds: float) -> None:
         while self._postponed and seconds > 0:

@@ -29,10 +29,16 @@ _COMMUTATIVE = frozenset({aten.add.Tensor, aten.mul.Tensor})
 
 
 class Expressions:
-    """Numbers of the expressions in programs that stay as they are; they are comparable with each other alone."""
+    """Numbers of the expressions in programs that stay as they are; they are comparable with each other alone.
 
-    def __init__(self) -> None:
+    Args:
+        associative: whether sums of more than two tensors are equal in whatever order they are added.
+    """
+
+    def __init__(self, associative: bool = False) -> None:
+        self._associative = associative
         self._numbers: dict[Hashable, int] = {}
+        self._terms: dict[int, tuple[int, ...]] = {}
         self._last: tuple[Program, dict[fx.Node, int]] | None = None  # of a pass's result, which the next one's follows
 
     def of(self, program: Program) -> dict[fx.Node, int]:
@@ -60,8 +66,18 @@ class Expressions:
                 numbers[node] = self._number(leaves[node.name])
             elif node.op == "call_function":
                 key = _expression(node, numbers)
-                numbers[node] = key if isinstance(key, int) else self._number(key)
+                terms = self._terms_of(node, numbers)
+                numbers[node] = key if isinstance(key, int) else self._number((node.target, terms) if terms else key)
+                if terms:
+                    self._terms[numbers[node]] = terms
         return numbers
+
+    def _terms_of(self, node: fx.Node, numbers: Mapping[fx.Node, int]) -> tuple[int, ...]:
+        """Returns what a sum of tensors adds, where the order is not to count; nothing of anything else."""
+        if not self._associative or node.target is not aten.add.Tensor or node.kwargs or len(operands(node)) != 2:
+            return ()
+        parts = (self._terms.get(numbers[read], (numbers[read],)) for read in operands(node))
+        return tuple(sorted(term for part in parts for term in part))
 
     def _number(self, key: Hashable) -> int:
         try:

@@ -15,6 +15,7 @@ from fxpar.ops.operator import Operator
 from fxpar.ops.random import attention, axis_index, dropout, uniform, uniform_like
 from fxpar.ops.rank_dim import expand_over, shard_over, sum_over
 from fxpar.ops.small_operators import function, item, size, transfer, zeros
+from fxpar.ops.token_chunks import add_chunks, chunk_size, join_chunks, take_chunk
 from fxpar.ops.vocabulary import (
     argmax,
     cross_entropy,
@@ -61,4 +62,5 @@ register(
     *(log_softmax_backward, logsumexp_backward, topk_backward),
     *(sum_gradients, all_reduce_coalesced, shard_over, expand_over, sum_over),
     *(function, size, zeros, item, transfer),
+    *(take_chunk, join_chunks, add_chunks, chunk_size),
 )

@@ -141,13 +141,17 @@ class Communication(OptionGroup):
             ranks that cannot are refused. `auto`: so between two GPUs that reach each other's memory; between more
             NCCL is faster. What is smaller than `cost.least_copy`, but for such kernels, and what is sent once a step
             the group sends. With `auto`, stages of a pipeline copy to each other where all its GPUs reach each other.
+        token_chunks: into how many chunks of rows a step cuts what stands between two operations that mix tokens, so
+            that products of one chunk run while sums of another travel. 1 computes all rows at once.
     """
 
     collective_transport: str = "auto"
+    token_chunks: int = 1
 
     def problems(self) -> Iterator[str]:
         """Implements `OptionGroup.problems`."""
         yield from wrong_words("communication", self)
+        yield from wrong_count("communication.token_chunks", self.token_chunks)
 
 
 @dataclass(frozen=True)

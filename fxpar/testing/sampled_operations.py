@@ -103,6 +103,10 @@ COMMUNICATING: Mapping[str, str] = {
         "it says what the ranks hold, and gives that: programs with it are checked by value",
     ),
     **dict.fromkeys(
+        ("fxpar.take_chunk", "fxpar.join_chunks", "fxpar.add_chunks"),
+        "each rank cuts its rows, which are no chunk of all rows: steps with it are checked by value",
+    ),
+    **dict.fromkeys(
         ("fxpar.split_sizes", "fxpar.send_rows", "fxpar.return_rows"),
         "values decide how many rows travel: programs with it are checked by value",
     ),

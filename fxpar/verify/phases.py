@@ -34,6 +34,7 @@ from fxpar.ir.step import (
     BACKWARD,
     PARAMETER,
     PHASES,
+    batch_symbol,
     is_forward,
     is_gradient,
     is_input_gradient,
@@ -41,16 +42,45 @@ from fxpar.ir.step import (
     output_of,
 )
 from fxpar.layout.layout import P, Placement, R
-from fxpar.layout.symbolic_sizes import names
+from fxpar.layout.symbolic_sizes import names, symbol
 from fxpar.ops.collectives import COERCION_OF, all_reduce_coalesced, sum_gradients
 from fxpar.ops.dataflow import Expressions
 from fxpar.ops.operator import alike
+from fxpar.ops.token_chunks import merged
 from fxpar.passes.differentiate import forward_of, of_outputs
 from fxpar.peer_memory.compiler.symmetric_buffer import BUFFERS
+from fxpar.rewrite.row_cuts import RowCuts
 from fxpar.rules.table import inferred
 from fxpar.signatures.check_cache import Facts
 from fxpar.signatures.engine import Refusal
 from fxpar.signatures.op_call import call_of
+
+# The chunks of a step: what is computed of each are its rows of the whole.
+
+
+def check_chunks(program: Program) -> None:
+    """Checks that all chunks compute the same, in order, and only what treats rows apart.
+
+    Raises:
+        CheckFailed: names the node.
+    """
+    whole, chunked = merged(program)
+    if not chunked:
+        return
+    rules = RowCuts(whole, symbol(batch_symbol(program)), 2)
+    for node, (needs, outputs) in chunked.items():
+        known: dict[fx.Node, list[int | None]] = {}
+        places = iter(needs)
+        for read in operands(node):
+            known[read] = [next(places) for _ in output_types(read)]
+        cut = rules.of(node, known)
+        if cut is None or cut.operands != needs or cut.outputs != outputs:
+            raise CheckFailed(
+                "is computed in chunks of rows, which it does not treat apart",
+                where=describe(node),
+                remedy="join_chunks of what it reads",
+            )
+
 
 # The backward of a step: that of its own forward.
 
@@ -62,6 +92,7 @@ def check_step(program: Program) -> None:
         CheckFailed: a gradient is missing, there is one too many, or it is computed in another way.
         FxparError: the forward cannot be differentiated.
     """
+    program, _ = merged(program)
     tangents = [output for entry in program.inputs if (output := output_of(entry.path))]
     trained = [p.fqn for p in program.parameters if p.trainable and not p.left_out]
     forward = forward_of(program)
@@ -69,7 +100,8 @@ def check_step(program: Program) -> None:
     if missing:
         raise CheckFailed("has a tangent and is not returned", where=f"output {missing[0]}")
     again = of_outputs(tangents, model_outputs(program), trained).run(forward)
-    known = Expressions()
+    # Gradients are added in the order of the forward, of which that of chunks differs.
+    known = Expressions(associative=True)
     actual, expected = known.outputs(program), known.outputs(again)
     for name in (*expected, *actual):
         if name not in actual:

@@ -20,7 +20,7 @@ from fxpar.manager import Verifier
 from fxpar.rewrite.loss_reduction import COUNT
 from fxpar.signatures.check_cache import facts_of
 from fxpar.verify.operations import check_operations
-from fxpar.verify.phases import check_buffers, check_step
+from fxpar.verify.phases import check_buffers, check_chunks, check_step
 from fxpar.verify.shapes import check_shapes
 from fxpar.verify.structure import check_header, check_structure
 from fxpar.verify.types import check_choice, check_types
@@ -156,6 +156,7 @@ STATIC: tuple[Verifier, ...] = (
     Verifier("types", frozenset({Property.COLLECTIVES}), check_types, of_operations=True, uses_facts=True),
     Verifier("shapes", frozenset(), check_shapes, of_operations=True, uses_facts=True),
     Verifier("stages", frozenset({Property.STAGES}), check_stages),
+    Verifier("chunks", frozenset({Property.STEP}), check_chunks),
     Verifier("buffers", frozenset({Property.STEP}), check_buffers),
     Verifier("step", frozenset({Property.STEP}), check_step, of_dataflow=True),
 )

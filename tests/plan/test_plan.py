@@ -15,7 +15,7 @@ import fxpar
 from fxpar.errors import InputError, PlanError
 from fxpar.mesh.axes import Atom
 from fxpar.plan.plan import PRECISIONS, SPLITS, Plan
-from fxpar.plan.plan_options import Experts, Operators, Pipeline, Recompute
+from fxpar.plan.plan_options import Communication, Experts, Operators, Pipeline, Recompute
 
 LATER = ("cp",)
 
@@ -89,6 +89,13 @@ def test_axes_of_later_work_are_refused_by_name(axis: str) -> None:
 def test_sizes_are_positive_integers(axis: str, size: object) -> None:
     with pytest.raises(PlanError, match=f"{axis} must be an integer from 1 to 4096, got {size!r}"):
         Plan(**{axis: size})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [0, 1.5, True, 5000, "2", None])
+def test_chunks_of_tokens_are_counted(count: Any) -> None:
+    reason = re.escape(f"communication.token_chunks must be an integer from 1 to 4096, got {count!r}")
+    with pytest.raises(PlanError, match=reason):
+        Plan(tp=2, communication=Communication(token_chunks=count))
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.0, "0", False])

@@ -43,13 +43,38 @@ class Small(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-class Trial:
-    """A step under a plan, and what compares another with one device."""
+class Attentive(nn.Module):
+    """Attention, and two matrices over flattened tokens; the head is tied to the words."""
 
-    def __init__(self, **plan: Any) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(20, 8), nn.LayerNorm(8)
+        self.query, self.key, self.value, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        x = self.embed(ids)
+        y, (rows, length) = self.norm(x), ids.shape
+        parts = (self.query, self.key, self.value)
+        q, k, v = (part(y).view(rows, length, 2, 4).transpose(1, 2) for part in parts)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = (x + self.out(y.transpose(1, 2).reshape(rows, length, 8))).flatten(0, 1)
+        logits = nn.functional.linear(x + self.down(torch.tanh(self.up(x))), self.embed.weight)
+        return {"loss": nn.functional.cross_entropy(logits, labels.flatten())}
+
+
+class Trial:
+    """A step under a plan, and what compares another with one device.
+
+    Args:
+        build: makes the model, of words and labels.
+        rows: of the batch.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module] = Small, rows: int = 4, **plan: Any) -> None:
         torch.manual_seed(3)
-        model = Small().double()
-        batch = {"ids": torch.randint(0, 20, (4, 6)), "labels": torch.randint(0, 20, (4, 6))}
+        model = build().double()
+        batch = {"ids": torch.randint(0, 20, (rows, 6)), "labels": torch.randint(0, 20, (rows, 6))}
         compiled = compile_model(model, batch, Plan(**plan))
         self.captured, self.program = compiled.captured.program, compiled.program
         trained = [p.fqn for p in compiled.program.parameters if p.trainable]

@@ -52,7 +52,18 @@ def test_each_check_runs_where_it_says_something() -> None:
     assert verify_static(prepared("tail").captured) == ("header", "structure", "operations", "shapes")
     assert verify_static(program("tail", 2, "annotate")) == ("header", "structure", "operations", "choice", "shapes")
     assert verify_static(program("tail", 2)) == ("header", "structure", "operations", "types", "shapes")
-    assert names == {"header", "structure", "operations", "choice", "types", "shapes", "stages", "buffers", "step"}
+    assert names == {
+        "header",
+        "structure",
+        "operations",
+        "choice",
+        "types",
+        "shapes",
+        "stages",
+        "chunks",
+        "buffers",
+        "step",
+    }
 
 
 def test_a_loss_that_carries_no_gradient_is_refused() -> None:

@@ -1,0 +1,465 @@
+"""chunk_tokens: sums of one chunk of tokens travel while another is computed."""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+from scipy.cluster.hierarchy import DisjointSet
+from torch import fx
+
+from fxpar.cost.communication import collectives
+from fxpar.cost.flops import matmul_flops
+from fxpar.errors import PlanError
+from fxpar.ir.grad_flow import weights_of
+from fxpar.ir.operators import axes_of, in_backward
+from fxpar.ir.program import (
+    Input,
+    Note,
+    Program,
+    ScalarType,
+    changed,
+    copy_node,
+    has_note,
+    insert_call,
+    note,
+    operands,
+    output_layouts,
+    output_types,
+    update,
+    with_operands,
+)
+from fxpar.ir.properties import Property
+from fxpar.ir.step import PARAMETER, batch_dims, batch_symbol
+from fxpar.layout.layout import Layout
+from fxpar.layout.symbolic_sizes import divide, names, symbol
+from fxpar.manager import register_pass
+from fxpar.mesh.axes import PURPOSES, Cuts
+from fxpar.ops.attention import attention_backward
+from fxpar.ops.collectives import COERCION_OF
+from fxpar.ops.small_operators import size
+from fxpar.ops.token_chunks import SUMMED, Chunk, add_chunks, chunk_size, join_chunks, resized, take_chunk
+from fxpar.rewrite.row_cuts import RowCut, RowCuts
+from fxpar.signatures.op_call import SIZED
+
+
+def _is_asked_for(program: Program) -> bool:
+    """communication.token_chunks is more than 1"""
+    return program.plan.communication.token_chunks > 1
+
+
+@register_pass("chunk_tokens", requires={Property.STEP, Property.LOCAL}, preserves="dataflow", when=_is_asked_for)
+def chunk_tokens(program: Program) -> Program:
+    """Computes what stands between operations that mix tokens in chunks of rows, one after the other.
+
+    Before::
+
+        %h = aten.mm.default(%x, %w) : f32[b, 8] tp:P
+        %h_sum = fxpar.all_reduce[tp](%h) : f32[b, 8] tp:P→R
+        %y = aten.mm.default(%h_sum, %v) : f32[b, 4] tp:S(1)
+
+    After (2 chunks)::
+
+        %x_chunk0 = fxpar.take_chunk(%x, 0, %b, 0, 2) : f32[floor(b/2), 6] tp:S(1)
+        %h_chunk0 = aten.mm.default(%x_chunk0, %w) : f32[floor(b/2), 8] tp:P
+        %h_sum_chunk0 = fxpar.all_reduce[tp](%h_chunk0) : f32[floor(b/2), 8] tp:P→R
+        %x_chunk1 = fxpar.take_chunk(%x, 0, %b, 1, 2) : f32[b - floor(b/2), 6] tp:S(1)
+        %h_chunk1 = aten.mm.default(%x_chunk1, %w) : f32[b - floor(b/2), 8] tp:P
+        %h_sum_chunk1 = fxpar.all_reduce[tp](%h_chunk1) : f32[b - floor(b/2), 8] tp:P→R
+        %y_chunk0 = aten.mm.default(%h_sum_chunk0, %v) : f32[floor(b/2), 4] tp:S(1)
+        %y_chunk1 = aten.mm.default(%h_sum_chunk1, %v) : f32[b - floor(b/2), 4] tp:S(1)
+        %y = fxpar.join_chunks([%y_chunk0, %y_chunk1], 0) : f32[b, 4] tp:S(1)
+
+    A sum is waited for in front of its first reader. So the products of one chunk run while another chunk's sum is on
+    its way, where a whole layer would wait.
+
+    Terms: an operation *treats rows apart* if its rule says so of the rows of the batch (`fxpar.rewrite.row_cuts`), if
+    it draws nothing, and if it is no product of two activations: attention mixes tokens, and so does the gradient of a
+    weight, which is computed of all rows. A *chain* is what stands between such operations in one phase and is
+    connected. A *stage* of it ends with collectives over axes that do not cut the batch; it is *heavy* if it has
+    products.
+
+    Algorithm: chosen is what stands between two collectives, and in front of and after each one what leads up to its
+    products. The heavy stages of a chain are computed one after the other, each chunk by chunk. What stands between
+    them, a norm say, follows the next chunk's heavy stage: its sum has had that much time to arrive. Whatever else
+    there is keeps its order, and follows as soon as what it needs is there.
+
+    One row is computed as it is. Values stay equal: put together, the chunks are what was there.
+
+    Raises:
+        PlanError: the number of rows may not vary, or inputs differ in it.
+    """
+    count = program.plan.communication.token_chunks
+    if all(entry.type.shape[dim] == 1 for entry, dim in _rows(program)):
+        return program
+    rows = _rows_of(program)
+    chosen = _Choice(program, rows, count).chosen()
+    return _Chunked(program, rows, count, chosen).written() if chosen.cuts else program
+
+
+def _rows(program: Program) -> list[tuple[Input, int]]:
+    """Returns the inputs that have rows, with the dimension of these."""
+    dims = batch_dims(program)
+    return [(entry, dims[entry.path]) for entry in program.inputs if entry.path in dims]
+
+
+def _rows_of(program: Program) -> sympy.Symbol:
+    """Returns the symbol of the number of rows.
+
+    Raises:
+        PlanError: no input has a number of rows that may vary, or two have different ones.
+    """
+    try:
+        return symbol(batch_symbol(program))
+    except PlanError as error:
+        remedy = error.remedy.rpartition(", or set ")[0]
+        raise PlanError(
+            error.reason, where="communication.token_chunks", remedy=f"{remedy}, or set token_chunks=1"
+        ) from error
+
+
+# ---------------------------------------------------------------------- what is computed in chunks
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What is computed in chunks.
+
+    Attributes:
+        cuts: how, by node.
+        sends: those that communicate.
+        products: matrix products.
+        known: of all values the dimension in which each output has its rows.
+    """
+
+    cuts: Mapping[fx.Node, RowCut]
+    sends: frozenset[fx.Node]
+    products: frozenset[fx.Node]
+    known: Mapping[fx.Node, Sequence[int | None]]
+
+
+class _Choice:
+    """What of a program is computed in chunks."""
+
+    def __init__(self, program: Program, rows: sympy.Symbol, count: int) -> None:
+        self._rows, self._nodes = rows, [n for n in program.graph.nodes if n.op == "call_function"]
+        weights = weights_of(program.graph, [program.node(p.node) for p in program.parameters])
+        products = [node for node, _ in matmul_flops(program)]
+        mixing = {node for node in products if weights.isdisjoint(operands(node))}
+        mixing.update(node for node in self._nodes if node.target is attention_backward)
+        rules = RowCuts(program, rows, count)
+        self._cuts: dict[fx.Node, RowCut] = {}
+        self._known: dict[fx.Node, Sequence[int | None]] = {}
+        for node in program.graph.nodes:
+            if node.op == "output" or not has_note(node) or isinstance(note(node).type, ScalarType):
+                continue
+            whole = node in mixing or node in weights or note(node).phase == PARAMETER or not self._is_sized(node)
+            whole = whole or (node.target is operator.getitem and node.args[0] not in self._cuts)
+            cut = None if whole else rules.of(node, self._known)
+            if cut is not None:
+                self._cuts[node] = cut
+            self._known[node] = rules.rows_of(node) if cut is None else cut.outputs
+        sent = {collective.node for collective in collectives(program)}
+        self._sends = {n for n in self._cuts if n.name in sent and n.target in COERCION_OF and _is_of_layer(n)}
+        self._products = self._cuts.keys() & set(products)
+
+    def _is_sized(self, node: fx.Node) -> bool:
+        """Returns whether the number of rows among the sizes of a view is one that a chunk can have."""
+        sizes = [read for read in node.all_input_nodes if isinstance(note(read).type, ScalarType)]
+        return node.target not in SIZED or all(_can_be_cut(size, self._rows) for size in sizes)
+
+    def chosen(self) -> _Chosen:
+        """Returns what is chosen."""
+        before, after = self._before, self._after
+        behind = _reached(self._nodes, self._sends, before)
+        ahead = _reached(self._nodes[::-1], self._sends, after)
+        # What leads from a collective to a product, and from a product to a collective.
+        to_products = _reached(self._nodes[::-1], behind & self._products, after) & behind
+        of_products = _reached(self._nodes, ahead & self._products, before) & ahead
+        chosen = (behind & ahead) | self._sends | to_products | of_products
+        for node in reversed(self._nodes):  # what nothing else reads
+            if (
+                node in self._cuts
+                and node not in self._products
+                and self._after(node)
+                and chosen.issuperset(node.users)
+            ):
+                chosen.update([node] if len(self._after(node)) == len(node.users) else [])
+        # Parts of a tuple are of each chunk where it is.
+        parts = {node for node in self._nodes if node.target is operator.getitem and node in self._cuts}
+        chosen = (chosen - parts) | {node for node in parts if node.args[0] in chosen}
+        cuts = {node: self._cuts[node] for node in self._nodes if node in chosen}
+        return _Chosen(cuts, frozenset(self._sends), frozenset(self._products & chosen), self._known)
+
+    def _before(self, node: fx.Node) -> list[fx.Node]:
+        return [read for read in node.all_input_nodes if self._follows(read, node)]
+
+    def _after(self, node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if self._follows(node, user)]
+
+    def _follows(self, node: fx.Node, user: fx.Node) -> bool:
+        """Returns whether both treat rows apart, in one phase."""
+        return node in self._cuts and user in self._cuts and note(node).phase == note(user).phase
+
+
+def _reached(order: Sequence[fx.Node], starts: Set[fx.Node], near: Callable[[fx.Node], list[fx.Node]]) -> set[fx.Node]:
+    """Returns what is reached from some nodes, themselves among it.
+
+    Args:
+        order: in which what is near a node stands in front of it.
+    """
+    reached: set[fx.Node] = set()
+    for node in order:
+        if node in starts or any(other in reached for other in near(node)):
+            reached.add(node)
+    return reached
+
+
+def _is_of_layer(node: fx.Node) -> bool:
+    """Returns whether a node communicates over axes that do not cut the batch."""
+    return all(PURPOSES[axis].cuts is not Cuts.BATCH for axis in axes_of(node))
+
+
+def _can_be_cut(size: fx.Node, rows: sympy.Symbol) -> bool:
+    """Returns whether a number is a product or a share of a multiple of the rows, or has nothing to do with them."""
+    kind = note(size).type
+    assert isinstance(kind, ScalarType)
+    if str(rows) not in names([kind.value]):
+        return True
+    parts = [read for read in size.all_input_nodes if _depends(read, rows)]
+    if parts:
+        return len(parts) == 1 and size.target in (operator.mul, operator.floordiv) and _can_be_cut(parts[0], rows)
+    return isinstance(divide(kind.value, rows), int)
+
+
+def _depends(size: fx.Node, rows: sympy.Symbol) -> bool:
+    """Returns whether a node is a number that depends on the rows."""
+    kind = note(size).type if has_note(size) else None
+    return isinstance(kind, ScalarType) and str(rows) in names([kind.value])
+
+
+# ---------------------------------------------------------------------- the program in chunks
+
+
+# When something runs: the chain's place in the program, the step within the chain, and the place of the node.
+_Time = tuple[int, float, int]
+_START: _Time = (-1, 0.0, 0)
+
+
+class _Chunked:
+    """The program with what is chosen in chunks."""
+
+    def __init__(self, program: Program, rows: sympy.Symbol, count: int, chosen: _Chosen) -> None:
+        self._program, self._chosen = program, chosen
+        self._all = [Chunk(rows, index, count) for index in range(count)]
+        self._nodes: list[fx.Node] = list(program.graph.nodes)
+        self._places = {node: place for place, node in enumerate(self._nodes)}
+        self._stages = _stages(self._nodes, chosen)
+        self._times: dict[fx.Node, _Time] = {}
+        self._chunks: dict[fx.Node, list[fx.Node]] = {}
+        self._wholes: dict[fx.Node, fx.Node] = {}
+        # Chunks of values in some dimension, and of numbers.
+        self._taken: dict[tuple[fx.Node, int, int], fx.Node] = {}
+        self._rows = self._row_count(rows)
+
+    def written(self) -> Program:
+        """Returns it."""
+        cuts = self._chosen.cuts
+        for node in cuts:
+            self._chunks[node] = [self._chunk(node, chunk) for chunk in self._all]
+            if any(not self._stays(node, user) for user in node.users):
+                self._wholes[node] = self._joined(node)
+                node.replace_all_uses_with(self._wholes[node], delete_user_cb=lambda user: user not in cuts)
+        for node in reversed(list(cuts)):
+            name = node.name
+            node.graph.erase_node(node)
+            if node in self._wholes:
+                self._wholes[node].name = name
+        self._order()
+        return self._program
+
+    def _row_count(self, rows: sympy.Symbol) -> fx.Node:
+        """Returns the node that is the number of a rank's rows."""
+        early: dict[fx.Node, None] = dict.fromkeys(node for node in self._nodes if node.op == "placeholder")
+        for node in self._nodes:
+            kind = note(node).type if has_note(node) else None
+            if isinstance(kind, ScalarType) and not note(node).phase and early.keys() >= set(node.all_input_nodes):
+                early[node] = None
+        for node in early:
+            if node.op == "call_function" and note(node).type == ScalarType(rows):
+                return node
+        entry, dim = _rows(self._program)[0]
+        source = self._program.node(entry.node)
+        first = next(node for node in self._nodes if node.op == "call_function")
+        whole = insert_call(first, size, (source, dim), Note(ScalarType(entry.type.shape[dim])), f"{rows}_whole")
+        multiple = divide(entry.type.shape[dim], rows)
+        if multiple == 1:
+            return whole
+        return insert_call(first, operator.floordiv, (whole, multiple), Note(ScalarType(rows)), str(rows))
+
+    def _stays(self, node: fx.Node, user: fx.Node) -> bool:
+        """Returns whether a chunk of the user reads the same chunk of a node."""
+        cuts = self._chosen.cuts
+        if user not in cuts:
+            return False
+        if user.target is operator.getitem:
+            return True
+        needs = [need for read, need in self._needs(user) if read is node]
+        return all(need == cuts[node].outputs[0] for need in needs)
+
+    def _needs(self, node: fx.Node) -> list[tuple[fx.Node, int | None]]:
+        """Returns the tensor operands of what has no tuple among them, with the dimension of the rows of each."""
+        return list(zip(operands(node), self._chosen.cuts[node].operands, strict=True))
+
+    def _chunk(self, node: fx.Node, chunk: Chunk) -> fx.Node:
+        """Adds what computes one chunk of a node in front of it."""
+        cut, graph = self._chosen.cuts[node], node.graph
+        if node.target is operator.getitem:
+            reads = [self._chunks[node.args[0]][chunk.index]]  # type: ignore[index]
+        else:
+            reads = [self._read(node, read, need, chunk) for read, need in self._needs(node)]
+        numbers = self._numbers(node, cut, chunk)
+        with graph.inserting_before(node):
+            new = copy_node(graph, node, {n: n for n in node.all_input_nodes}, f"{node.name}_chunk{chunk.index}")
+        with_operands(new, reads)
+        if numbers is not None:
+            at = SIZED[node.target]  # type: ignore[index]
+            new.args = (*new.args[:at], numbers, *new.args[at + 1 :])
+        kinds, layouts = list(output_types(node)), list(output_layouts(node))
+        for i, dim in enumerate(cut.outputs):
+            if dim != SUMMED:
+                kinds[i], layouts[i] = resized(kinds[i], layouts[i], dim, chunk.size)
+        if isinstance(note(node).type, tuple):
+            update(new, type=tuple(kinds), layout=tuple(layouts))
+        else:
+            update(new, type=kinds[0], layout=layouts[0])
+        return self._timed(new, node, chunk.index)
+
+    def _read(self, node: fx.Node, read: fx.Node, need: int | None, chunk: Chunk) -> fx.Node:
+        """Returns what a chunk of a node reads of an operand: its chunk, or the whole."""
+        if read in self._chunks and self._stays(read, node):
+            return self._chunks[read][chunk.index]
+        whole = self._wholes.get(read, read)
+        if need is None:
+            return whole
+        key = whole, need, chunk.index
+        if key not in self._taken:
+            kind, layout = resized(output_types(read)[0], output_layouts(read)[0], need, chunk.size)
+            if note(node).phase:  # nothing carries a gradient there
+                layout = Layout(tuple((axis, in_backward(placement)) for axis, placement in layout))
+            noted = Note(kind, layout, fqn=note(node).fqn, source=note(node).source, phase=note(node).phase)
+            arguments = (whole, need, self._rows, chunk.index, chunk.count)
+            new = insert_call(node, take_chunk, arguments, noted, f"{read.name}_chunk{chunk.index}")
+            self._taken[key] = self._timed(new, node, chunk.index)
+        return self._taken[key]
+
+    def _numbers(self, node: fx.Node, cut: RowCut, chunk: Chunk) -> list[Any] | None:
+        """Returns the sizes that a view is given, with the chunk's number of rows; None of what is given none."""
+        if node.target not in SIZED:
+            return None
+        sizes: Any = list(node.args[SIZED[node.target]])  # type: ignore[index, arg-type]
+        (dim,) = cut.outputs
+        if isinstance(sizes[dim], fx.Node):
+            sizes[dim] = self._number(node, sizes[dim], chunk)
+        return list(sizes)
+
+    def _number(self, node: fx.Node, size: fx.Node, chunk: Chunk) -> fx.Node:
+        """Returns a number that depends on the rows, as a chunk has it."""
+        key = size, SUMMED, chunk.index
+        if key not in self._taken:
+            kind: Any = note(size).type
+            noted = Note(ScalarType(chunk.size(kind.value)), fqn=note(node).fqn, phase=note(node).phase)
+            name = f"{size.name}_chunk{chunk.index}"
+            parts = [read for read in size.all_input_nodes if _depends(read, chunk.rows)]
+            if parts:
+                replaced = {read: self._number(node, read, chunk) for read in parts}
+                arguments = tuple(replaced.get(a, a) if isinstance(a, fx.Node) else a for a in size.args)
+                new = insert_call(node, size.target, arguments, noted, name)
+            else:
+                multiple = divide(kind.value, chunk.rows)
+                new = insert_call(node, chunk_size, (size, multiple, chunk.index, chunk.count), noted, name)
+            self._taken[key] = self._timed(new, node, chunk.index)
+        return self._taken[key]
+
+    def _joined(self, node: fx.Node) -> fx.Node:
+        """Adds the whole of what is computed in chunks."""
+        (dim,), parts = self._chosen.cuts[node].outputs, list(self._chunks[node])
+        noted = changed(note(node), role="", recompute=0)
+        if dim == SUMMED:
+            new = insert_call(node, add_chunks, (parts,), noted, f"{node.name}_whole")
+        else:
+            new = insert_call(node, join_chunks, (parts, dim), noted, f"{node.name}_whole")
+        start, step, place = self._times[parts[-1]]
+        if node in self._chosen.sends:  # it is there when the next heavy stage has taken it
+            _, heavy, is_heavy = self._stages[node]
+            step = (heavy + is_heavy + 1) * len(self._all) - 0.75
+        self._times[new] = start, step, place
+        return new
+
+    # ------------------------------------------------------------------ order
+
+    def _timed(self, new: fx.Node, node: fx.Node, index: int) -> fx.Node:
+        """Notes when something runs that is computed for a chunk of a node."""
+        start, heavy, is_heavy = self._stages[node]
+        # The heavy stages before this one, chunk by chunk; what is light follows the next chunk's heavy one.
+        step = heavy * len(self._all) + index if is_heavy else (heavy - 1) * len(self._all) + index + 1.5
+        self._times[new] = start, step, self._places[node]
+        return new
+
+    def _order(self) -> None:
+        """Orders what runs by time, each after what it reads.
+
+        What is not in chunks runs when the last chunk that it reads is there: weight gradients wait for sums with those
+        of the same layer (`fxpar.passes.overlap`), and not after them.
+        """
+        graph = self._program.graph
+        nodes = [node for node in graph.nodes if node.op == "call_function"]
+        for node in nodes:
+            if node not in self._times:
+                alike = (read for read in node.all_input_nodes if note(read).phase == note(node).phase)
+                late = [self._times[read] for read in alike if self._times.get(read, _START)[1]]
+                self._times[node] = max(late, default=(self._places.get(node, -1), 0.0, 0))
+        behind = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
+        placed: set[fx.Node] = set()
+        for node in sorted(nodes, key=self._times.__getitem__):
+            stack = [node]
+            while stack:
+                last = stack[-1]
+                missing = [n for n in last.all_input_nodes if n.op == "call_function" and n not in placed]
+                stack += missing
+                if not missing:
+                    stack.pop()
+                    if last not in placed:
+                        placed.add(last)
+                        behind.append(last)
+                        behind = last
+
+
+def _stages(nodes: Sequence[fx.Node], chosen: _Chosen) -> dict[fx.Node, tuple[int, int, bool]]:
+    """Returns for each node where its chain begins, how many heavy stages are before its own, and if that is heavy."""
+    chains = DisjointSet(chosen.cuts)
+    number: dict[fx.Node, int] = {}
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        reads = [r for r in node.all_input_nodes if r in number and note(r).phase == note(node).phase]
+        is_chosen = node in chosen.cuts
+        # What is computed of all chunks in between is a stage of its own.
+        before = (number[read] + (read in chosen.sends or (is_chosen and read not in chosen.cuts)) for read in reads)
+        if reads or is_chosen:
+            number[node] = max(before, default=0)
+        for read in reads if is_chosen else ():
+            if read in chosen.cuts:
+                chains.merge(read, node)
+    places = {node: place for place, node in enumerate(nodes)}
+    stages: dict[fx.Node, tuple[int, int, bool]] = {}
+    for chain in chains.subsets():
+        heavy = sorted({number[node] for node in chain if node in chosen.products})
+        start = min(places[node] for node in chain)
+        for node in chain:
+            stages[node] = start, bisect_left(heavy, number[node]), number[node] in heavy
+    return stages

@@ -1,0 +1,336 @@
+"""chunk_tokens: what stands between operations that mix tokens runs in chunks of rows, and no value changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxpar.cli.models import load_model
+from fxpar.compile import compile_model, compile_step
+from fxpar.cost.flops import matmul_flops
+from fxpar.errors import PlanError
+from fxpar.ir.grad_flow import weights_of
+from fxpar.ir.program import Program, note, operands
+from fxpar.ir.regions import inlined
+from fxpar.ir.stages import Stage
+from fxpar.manager import PassManager
+from fxpar.ops.token_chunks import CHUNKED, chunk_sized, chunk_taken, chunks_joined
+from fxpar.passes.chunk_tokens import chunk_tokens
+from fxpar.plan.plan import Plan
+from fxpar.plan.plan_options import Communication, Recompute
+from fxpar.text.parsing import parse_program
+from fxpar.text.printing import print_program
+from fxpar.verify import simulate_ranks
+from fxpar.verify.static import STATIC, verify_static
+from fxpar.verify.values import call_inputs, program_state, verify_values
+from tests.products import few
+from tests.verify.steps import Attentive, Small, Trial
+
+_HEAD = """\
+fxpar 2
+plan {"tp": 2, "communication": {"token_chunks": 2}}
+properties canonical collectives layouts local step
+symbol b = x.0 like 4
+%w = parameter["w"] : f32[6, 8] tp:S(0)
+%v = parameter["v"] : f32[8, 4] tp:S(1)
+%x = input["x"] : f32[b, 6] tp:S(1)
+"""
+_SUM = """\
+%h = aten.mm.default(%x, %w) : f32[b, 8] tp:P
+%h_sum = fxpar.all_reduce[tp](%h) : f32[b, 8] tp:P→R
+%y = aten.mm.default(%h_sum, %v) : f32[b, 4] tp:S(1)
+"""
+
+
+def chunked(text: str, count: int = 2) -> Program:
+    """The program in chunks, whose dataflow and chunks the manager checks."""
+    checks = [check for check in STATIC if check.name == "chunks"]
+    return PassManager([chunk_tokens], checks).run(parse_program(text.replace('chunks": 2', f'chunks": {count}')))
+
+
+def order(text: str, count: int = 2) -> list[str]:
+    """Names of the operations, in order."""
+    return [node.name for node in chunked(text, count).graph.nodes if node.op == "call_function"]
+
+
+def test_products_of_one_chunk_stand_between_a_sum_and_its_reader() -> None:
+    first, second = "floor(b/2)", "b - floor(b/2)"
+    assert print_program(chunked(_HEAD + _SUM + "return y=%y\n")).splitlines()[7:] == [
+        "%b_whole = fxpar.size(%x, 0) : b",
+        f"%x_chunk0 = fxpar.take_chunk(%x, 0, %b_whole, 0, 2) : f32[{first}, 6] tp:S(1)",
+        f"%h_chunk0 = aten.mm.default(%x_chunk0, %w) : f32[{first}, 8] tp:P",
+        f"%h_sum_chunk0 = fxpar.all_reduce[tp](%h_chunk0) : f32[{first}, 8] tp:P→R",
+        f"%x_chunk1 = fxpar.take_chunk(%x, 0, %b_whole, 1, 2) : f32[{second}, 6] tp:S(1)",
+        f"%h_chunk1 = aten.mm.default(%x_chunk1, %w) : f32[{second}, 8] tp:P",
+        f"%h_sum_chunk1 = fxpar.all_reduce[tp](%h_chunk1) : f32[{second}, 8] tp:P→R",
+        f"%y_chunk0 = aten.mm.default(%h_sum_chunk0, %v) : f32[{first}, 4] tp:S(1)",
+        f"%y_chunk1 = aten.mm.default(%h_sum_chunk1, %v) : f32[{second}, 4] tp:S(1)",
+        "%y = fxpar.join_chunks([%y_chunk0, %y_chunk1], 0) : f32[b, 4] tp:S(1)",
+        "return y=%y",
+    ]
+
+
+def test_what_is_light_follows_the_next_chunk_s_products() -> None:
+    """A norm between a reduce-scatter and a gather: its sum has had the time of one product to arrive."""
+    text = _HEAD.replace("f32[b, 6] tp:S(1)", "f32[b, 10, 6] tp:S(2)") + (
+        "%h = aten.matmul.default(%x, %w) : f32[b, 10, 8] tp:P\n"
+        "%part = fxpar.reduce_scatter[tp](%h) : f32[b, 10, 8] tp:P→S(1)\n"
+        "%relu = aten.relu.default(%part) : f32[b, 10, 8] tp:S(1)\n"
+        "%all = fxpar.all_gather[tp](%relu) : f32[b, 10, 8] tp:S(1)→R\n"
+        "%y = aten.matmul.default(%all, %v) : f32[b, 10, 4] tp:S(2)\n"
+        "return y=%y\n"
+    )
+    names = [name for name in order(text, 3) if not name.startswith("x_")]
+    heavy = [f"{name}_chunk{i}" for i in range(3) for name in ("h", "part")]
+    light = {i: [f"relu_chunk{i}", f"all_chunk{i}"] for i in range(3)}
+    assert names == [
+        *("b_whole", *heavy[:4], *light[0], *heavy[4:], *light[1], "y_chunk0"),
+        *(*light[2], "y_chunk1", "y_chunk2", "y"),
+    ]
+
+
+def test_only_what_lies_between_a_collective_and_a_product_is_cut() -> None:
+    """What no collective waits for stays whole, and so do operations over all rows, draws and products of tokens."""
+    head = _HEAD + '%other = input["other"] : f32[8, 5] tp:R\n%rng = input["fxpar.rng"] : i64[3] tp:R\n'
+    text = "%before = aten.relu.default(%x) : f32[b, 6] tp:S(1)\n" + _SUM.replace("(%x,", "(%before,")
+    text += (
+        "%after = aten.relu.default(%y) : f32[b, 4] tp:S(1)\n"
+        "%turned = aten.flip.default(%h_sum, [0]) : f32[b, 8] tp:R\n"
+        "%noise = fxpar.dropout(%h_sum, %rng, 0.4, []) : f32[b, 8] tp:R {random=7}\n"
+        "%scores = aten.mm.default(%h_sum, %other) : f32[b, 5] tp:R\n"
+        "return y=%after, t=%turned, n=%noise, s=%scores\n"
+    )
+    names = order(head + text)
+    in_chunks = {name.partition("_chunk")[0] for name in names if "_chunk" in name}
+    assert in_chunks == {"x", "before", "h", "h_sum", "y"}
+    assert names[-6:] == ["y", "after", "h_sum", "turned", "noise", "scores"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("fxpar.all_reduce[tp](%h) : f32[b, 8] tp:P→R", "aten.relu.default(%h) : f32[b, 8] tp:R"),
+        (
+            "fxpar.all_reduce[tp](%h) : f32[b, 8] tp:P→R",
+            "fxpar.all_reduce[tp](%h) : f32[b, 8] tp:P→R {phase=parameter}",
+        ),
+        ("tp", "dp"),
+    ],
+    ids=["no collective", "once a step", "between shares of the batch"],
+)
+def test_without_a_collective_of_layers_nothing_changes(old: str, new: str) -> None:
+    text = (_HEAD + _SUM + "return y=%y\n").replace(old, new)
+    assert print_program(chunked(text)) == text
+
+
+def test_a_number_of_the_forward_counts_the_rows() -> None:
+    """What has the same number in the backward stands before it here; the forward may not read that."""
+    late = "%later = aten.sym_size.int(%x, 0) : b {phase=backward}\n"
+    text = _HEAD + late + "%rows = aten.sym_size.int(%x, 0) : b\n" + _SUM + "return y=%y\n"
+    taken = [line for line in print_program(chunked(text)).splitlines() if "take_chunk" in line]
+    assert len(taken) == 2
+    assert all("(%x, 0, %rows, " in line for line in taken)
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(3, [1, 2]), (7, [2, 2, 3]), (2, [0, 1, 0, 1]), (1, [0, 0, 1])])
+def test_uneven_rows(rows: int, sizes: list[int]) -> None:
+    """Three elements a row; where there are fewer rows than chunks, some have none."""
+    x = torch.arange(6 * rows).view(2, 3 * rows)
+    chunks = [chunk_taken(x, 1, rows, index, len(sizes)) for index in range(len(sizes))]
+    assert [chunk.shape[1] for chunk in chunks] == [3 * size for size in sizes]
+    assert torch.equal(chunks_joined(chunks, 1), x)
+    assert [chunk_sized(2 * rows, 2, index, len(sizes)) for index in range(len(sizes))] == [2 * n for n in sizes]
+
+
+# ---------------------------------------------------------------------- steps of models
+
+
+@cache
+def trial(build: Callable[[], nn.Module], rows: int, chunks: int, **plan: Any) -> Trial:
+    """The step in chunks, of two ranks that share layers out."""
+    return Trial(build, rows, communication=Communication(token_chunks=chunks), **{"tp": 2, **plan})
+
+
+def in_chunks(step: Program) -> Counter[str]:
+    """How many of each operator on chunks there are."""
+    return Counter(str(node.target) for node in step.graph.nodes if node.target in CHUNKED)
+
+
+_FULL, _SELECTIVE = Recompute("full"), Recompute("selective")
+_EVERY_TIME: tuple[tuple[Any, ...], ...] = (
+    (Attentive, 3, 2, {}),
+    (Attentive, 2, 4, {"sequence_parallel": True}),
+    (Small, 6, 2, {"dp": 2, "sequence_parallel": True}),
+    (Small, 5, 3, {"recompute": _FULL}),
+)
+_MORE: tuple[tuple[Any, ...], ...] = (
+    (Attentive, 6, 2, {"dp": 2}),
+    (Attentive, 5, 3, {"tp": 4}),
+    (Attentive, 3, 2, {"recompute": _FULL, "sequence_parallel": True}),
+    (Attentive, 3, 2, {"recompute": _SELECTIVE}),
+    (Small, 3, 2, {}),
+    (Small, 2, 3, {"sequence_parallel": True}),
+    (Small, 3, 4, {"recompute": _SELECTIVE, "sequence_parallel": True}),
+    (Small, 10, 4, {"dp": 2, "recompute": _FULL}),
+)
+
+
+@pytest.mark.parametrize(("build", "rows", "chunks", "plan"), few((*_EVERY_TIME, *_MORE), _EVERY_TIME), ids=str)
+def test_values_and_gradients_stay(
+    build: Callable[[], nn.Module], rows: int, chunks: int, plan: dict[str, Any]
+) -> None:
+    """With uneven rows and with chunks that have none, against one device; and the text is the program."""
+    own = trial(build, rows, chunks, **plan)
+    verify_static(own.step)
+    count = in_chunks(own.step)
+    assert min(count["fxpar.take_chunk"], count["fxpar.join_chunks"], count["fxpar.chunk_size"]) > 0
+    assert own.is_right(own.step)
+    text = print_program(own.step)
+    assert print_program(parse_program(text)) == text
+
+
+def test_products_with_weights_are_cut_and_those_of_tokens_are_not() -> None:
+    """Attention and the gradients of weights are computed of all rows."""
+    step = trial(Attentive, 3, 2).step
+    weights = weights_of(step.graph, [step.node(p.node) for p in step.parameters])
+    products = [node for node, _ in matmul_flops(step)]
+    mixing = {node.name for node in products if weights.isdisjoint(operands(node))}
+    assert "attention_forward" in mixing
+    assert len(mixing) == 1 + len([name for name in step.outputs if name.endswith(".weight") and "norm" not in name])
+    assert {node.name for node in products if "_chunk" not in node.name} == mixing
+
+
+def test_draws_are_of_all_rows() -> None:
+    step = trial(Small, 3, 2).step
+    draws = [node.name for node in step.graph.nodes if node.op == "call_function" and note(node).random]
+    assert len(draws) == 4
+    assert not any("_chunk" in name for name in draws)
+
+
+def test_what_a_norm_sums_over_rows_is_added_up() -> None:
+    """The gradients of its weight and bias, where its own gradient is computed in chunks."""
+    step = trial(Small, 3, 2).step
+    added = [node for node in step.graph.nodes if str(node.target) == "fxpar.add_chunks"]
+    returned = {node: name for name, node in step.output_nodes().items()}
+    assert [returned[node] for node in added] == [f"fxpar.gradient.norms.1.{part}" for part in ("weight", "bias")]
+
+
+@pytest.mark.parametrize(("build", "rows"), few([(Small, 4), (Attentive, 3)], [(Small, 4)]), ids=str)
+def test_stages_of_a_pipeline(monkeypatch: pytest.MonkeyPatch, build: Callable[[], nn.Module], rows: int) -> None:
+    """The steps of both stages after all their passes."""
+    counts = []
+
+    def step_of_stage(stage: Stage) -> Program:
+        trained = [p.fqn for p in stage.program.parameters if p.trainable]
+        step = inlined(compile_step(stage.program, stage.program.outputs, stage.tangents, trained))
+        counts.append(in_chunks(step)["fxpar.join_chunks"])
+        return step
+
+    monkeypatch.setattr(simulate_ranks, "step_of_stage", step_of_stage)
+    torch.manual_seed(3)
+    model = build().double()
+    batch = {"ids": torch.randint(0, 20, (rows, 6)), "labels": torch.randint(0, 20, (rows, 6))}
+    plan = Plan(tp=2, pp=2, communication=Communication(token_chunks=2))
+    compiled = compile_model(model, batch, plan)
+    captured = compiled.captured.program
+    inputs = call_inputs(compiled.captured, model, batch)
+    assert verify_values(captured, compiled.program, program_state(captured, model), inputs).ok
+    assert len(counts) == 2
+    assert all(counts)
+
+
+_ARCHITECTURES = (
+    *("llama", "gpt2", "mistral", "qwen3", "gemma2", "olmo2", "phi3", "gpt_neox"),
+    *("opt", "mixtral", "bloom", "t5", "bert"),
+)
+_PLANS: dict[str, dict[str, Any]] = {
+    "tensor": {"tp": 2},
+    "sequence": {"tp": 2, "sequence_parallel": True},
+    "data": {"tp": 2, "dp": 2},
+    "four": {"tp": 4},
+}
+_SOMETIMES = [(name, plan) for name in _ARCHITECTURES for plan in _PLANS]
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"), few(_SOMETIMES, [("llama", "sequence"), ("gpt2", "tensor"), ("bert", "tensor")])
+)
+def test_architectures(name: str, plan: str) -> None:
+    """Three chunks of five or, on ranks that share out the batch, of ten rows."""
+    chosen = _PLANS[plan]
+    loaded = load_model(f"hf:{name}", 5 * chosen.get("dp", 1), None, 1, True)
+    model = loaded.model.double()
+    compiled = compile_model(model, loaded.batch, Plan(**chosen, communication=Communication(token_chunks=3)))
+    program, captured = compiled.program, compiled.captured.program
+    trained = [p.fqn for p in program.parameters if p.trainable]
+    assert program.loss is not None
+    step = inlined(compile_step(program, program.outputs, (program.loss,), trained))
+    assert in_chunks(step)["fxpar.join_chunks"] > 4
+    inputs = call_inputs(compiled.captured, model, loaded.batch)
+    report = verify_values(captured, step, program_state(captured, model), inputs)
+    assert report.ok, report
+
+
+def test_one_rank_has_nothing_to_wait_for() -> None:
+    assert not in_chunks(trial(Attentive, 3, 2, tp=1).step)
+
+
+class Weighted(nn.Module):
+    """Two matrices, and a constant for each of four rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        weights = torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None]
+        return {"loss": (self.down(torch.tanh(self.up(x))) * weights).sum()}
+
+
+def test_rows_that_cannot_vary_are_refused() -> None:
+    batch = {"x": torch.randn(4, 8)}
+    chunks = Communication(token_chunks=2)
+    program = compile_model(Weighted(), batch, Plan(tp=2, communication=chunks)).program
+    message = (
+        r"communication\.token_chunks: no input has rows whose number may vary: .* 4 alone; .*, or set token_chunks=1"
+    )
+    with pytest.raises(PlanError, match=message):
+        compile_step(program, program.outputs, ("loss",), ["up.weight"])
+    program = compile_model(Weighted(), batch, Plan(tp=2)).program
+    assert not in_chunks(compile_step(program, program.outputs, ("loss",), ["up.weight"]))
+
+
+class Doubled(nn.Module):
+    """Computes all rows twice, one after the other, and takes the two apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.more = nn.Linear(8, 16), nn.Linear(8, 16)
+        self.down, self.less = nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        """[b, 8] to []."""
+        h = self.down(torch.relu(self.up(torch.cat([x, 2 * x]))))
+        h = h.reshape(2, -1, 8).relu()
+        return (h + self.less(torch.relu(self.more(h)))).square().mean()
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_groups_of_rows_are_cut_as_one_or_not_at_all(chunks: int) -> None:
+    torch.manual_seed(1)
+    model, batch = Doubled().double(), {"x": torch.randn(4, 8, dtype=torch.float64)}
+    plan = Plan(tp=2, communication=Communication(token_chunks=chunks))
+    compiled = compile_model(model, batch, plan, loss=lambda output, batch: output)
+    captured, program = compiled.captured, compiled.program
+    trained = [p.fqn for p in program.parameters if p.trainable]
+    step = inlined(compile_step(program, (program.loss,), (program.loss,), trained))
+    assert in_chunks(step)
+    assert verify_values(
+        captured.program, step, program_state(captured.program, model), call_inputs(captured, model, batch)
+    ).ok
