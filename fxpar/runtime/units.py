@@ -113,7 +113,8 @@ def _ordered(graph: fx.Graph, numbers: Collection[fx.Node], nodes: Sequence[fx.N
 
 
 def _place(node: fx.Node) -> tuple[str, str, bool, str | bool]:
-    noted = note(node)
+    # A scope may end between a tuple and its items, and no unit takes a tuple.
+    noted = note(node.args[0]) if node.target is operator.getitem else note(node)  # type: ignore[arg-type]
     # Where the parameter phase is part of the backward, it is one with it.
     phase = BACKWARD if noted.phase == PARAMETER else noted.phase
     # One call of all that is not compiled: its nodes have several reasons to be in no graph.
