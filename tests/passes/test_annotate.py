@@ -51,8 +51,8 @@ UP_DOWN = {"*up": "column", "*down": "row"}
 
 MLP_ANNOTATED = """\
 %words_weight = parameter["words.weight"] : f32[64, 96] tp:S(0) {origin="a vocabulary that can be cut is cut"}
-%layer_norm_weight = parameter["layer.norm.weight"] : f32[96] tp:I {origin="nothing else is legal: at %layer_norm (layer.norm, modules.py:39) the operation needs the whole of dimension 0"}
-%layer_norm_bias = parameter["layer.norm.bias"] : f32[96] tp:I {origin="nothing else is legal: at %layer_norm (layer.norm, modules.py:39) the operation needs the whole of dimension 0"}
+%layer_norm_weight = parameter["layer.norm.weight"] : f32[96] tp:I {origin="nothing else is legal: at %layer_norm (layer.norm, modules.py:40) the operation needs the whole of dimension 0"}
+%layer_norm_bias = parameter["layer.norm.bias"] : f32[96] tp:I {origin="nothing else is legal: at %layer_norm (layer.norm, modules.py:40) the operation needs the whole of dimension 0"}
 %layer_up_weight = parameter["layer.up.weight"] : f32[160, 96] tp:S(0) {role="column", origin="plan: *up = column"}
 %layer_up_bias = parameter["layer.up.bias"] : f32[160] tp:S(0) {role="column", origin="plan: *up = column"}
 %layer_down_weight = parameter["layer.down.weight"] : f32[96, 160] tp:S(1) {role="row", origin="plan: *down = row"}
@@ -74,7 +74,7 @@ return output=%sum_1
 NORMED_HEADS_ANNOTATED = """\
 %q_weight = parameter["q.weight"] : f32[96, 96] tp:S(0) {role="head", origin="plan: q = head"}
 %out_weight = parameter["out.weight"] : f32[96, 96] tp:S(1) {role="row", origin="plan: out = row"}
-%norm_weight = parameter["norm.weight"] : f32[12] tp:I {origin="nothing else is legal: at %rms_norm (norm, modules.py:137) the operation needs the whole of dimension 0"}
+%norm_weight = parameter["norm.weight"] : f32[12] tp:I {origin="nothing else is legal: at %rms_norm (norm, modules.py:138) the operation needs the whole of dimension 0"}
 %x = input["x"] : f32[b, s, 96] tp:R
 %b = aten.sym_size.int(%x, 0) : b
 %s = aten.sym_size.int(%x, 1) : s
