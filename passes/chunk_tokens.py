@@ -133,13 +133,11 @@ class _Chosen:
         cuts: how, by node.
         sends: those that communicate.
         products: matrix products.
-        known: of all values the dimension in which each output has its rows.
     """
 
     cuts: Mapping[fx.Node, RowCut]
     sends: frozenset[fx.Node]
     products: frozenset[fx.Node]
-    known: Mapping[fx.Node, Sequence[int | None]]
 
 
 class _Choice:
@@ -153,16 +151,16 @@ class _Choice:
         mixing.update(node for node in self._nodes if node.target is attention_backward)
         rules = RowCuts(program, rows, count)
         self._cuts: dict[fx.Node, RowCut] = {}
-        self._known: dict[fx.Node, Sequence[int | None]] = {}
+        known: dict[fx.Node, Sequence[int | None]] = {}
         for node in program.graph.nodes:
             if node.op == "output" or not has_note(node) or isinstance(note(node).type, ScalarType):
                 continue
             whole = node in mixing or node in weights or note(node).phase == PARAMETER or not self._is_sized(node)
             whole = whole or (node.target is operator.getitem and node.args[0] not in self._cuts)
-            cut = None if whole else rules.of(node, self._known)
+            cut = None if whole else rules.of(node, known)
             if cut is not None:
                 self._cuts[node] = cut
-            self._known[node] = rules.rows_of(node) if cut is None else cut.outputs
+            known[node] = rules.rows_of(node) if cut is None else cut.outputs
         sent = {collective.node for collective in collectives(program)}
         self._sends = {n for n in self._cuts if n.name in sent and n.target in COERCION_OF and _is_of_layer(n)}
         self._products = self._cuts.keys() & set(products)
@@ -182,18 +180,14 @@ class _Choice:
         of_products = _reached(self._nodes, ahead & self._products, before) & ahead
         chosen = (behind & ahead) | self._sends | to_products | of_products
         for node in reversed(self._nodes):  # what nothing else reads
-            if (
-                node in self._cuts
-                and node not in self._products
-                and self._after(node)
-                and chosen.issuperset(node.users)
-            ):
-                chosen.update([node] if len(self._after(node)) == len(node.users) else [])
+            users = after(node)
+            if users and len(users) == len(node.users) and node not in self._products and chosen.issuperset(users):
+                chosen.add(node)
         # Parts of a tuple are of each chunk where it is.
         parts = {node for node in self._nodes if node.target is operator.getitem and node in self._cuts}
         chosen = (chosen - parts) | {node for node in parts if node.args[0] in chosen}
         cuts = {node: self._cuts[node] for node in self._nodes if node in chosen}
-        return _Chosen(cuts, frozenset(self._sends), frozenset(self._products & chosen), self._known)
+        return _Chosen(cuts, frozenset(self._sends), frozenset(self._products & chosen))
 
     def _before(self, node: fx.Node) -> list[fx.Node]:
         return [read for read in node.all_input_nodes if self._follows(read, node)]
