@@ -222,7 +222,7 @@ def graph_of(unit: Unit, results: Sequence[Sequence[int]], sizes: Sequence[str])
 def dense(value: Any) -> Any:
     """Returns a tensor whose elements stand in memory one by one, without gaps, in any order of its dimensions."""
     if not isinstance(value, torch.Tensor) or (type(value) is torch.Tensor and value.is_contiguous()):
-        return value  # asked of a symbolic size, `is_contiguous` would be a guard
+        return value  # of a symbolic size, `is_contiguous` would be a guard
     count = 1
     for stride, size in sorted(zip(map(_number, value.stride()), map(_number, value.shape), strict=True)):
         if size != 1 and stride != count:

@@ -409,7 +409,7 @@ def _numbers(sizes: Tensor, ranks: int, balanced: int) -> tuple[list[int], list[
         balanced: those of a source where `sizes` has no values and all ranks are taken to get as many.
     """
     if is_fake(sizes):
-        share = balanced // ranks  # that may be a symbol, of which nothing is asked
+        share = balanced // ranks  # of a symbol a comparison would be a guard
         shares = [balanced - share * (ranks - 1)] + [share] * (ranks - 1)
         return shares, shares, balanced
     numbers = sizes.flatten().tolist()
