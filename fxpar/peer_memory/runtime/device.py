@@ -78,13 +78,12 @@ class GpuSymmetricBuffer(SymmetricBuffer):
                 remedy="call the model once with batches of these sizes before, or set Communication('nccl')",
             )
         local = symmetric.empty(size, dtype=torch.uint8, device=self.device)
-        group: Any = self.group  # newer versions of torch want a type of their own, which is a text
-        handle = symmetric.rendezvous(local, group)
-        # All ranks have zeroed their memory before any of them may write: a flag that came early would be wiped out.
+        # All ranks have zeroed their memory before any of them may write: a flag that came early would be wiped out, and
+        # so would one of `handle.barrier`, since the memory's own flags are zeroed by what is queued here too.
         local.zero_()
         torch.cuda.synchronize(self.device)
-        handle.barrier()
-        torch.cuda.synchronize(self.device)
+        group: Any = self.group  # newer versions of torch want a type of their own, which is a text
+        handle = symmetric.rendezvous(local, group)
         self._held += [local, handle]
         return [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self.size)]
 
