@@ -276,55 +276,100 @@ def destinations() -> Sequence[Destination | None]:
     return _given.get()
 
 
-def _placed(a: Tensor, b: Tensor, result: int) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]))
+def _placed(a: Sequence[Tensor], b: Sequence[Tensor], result: int) -> Tensor:
+    return a[0].new_empty((a[0].shape[0], b[0].shape[1]))
 
 
 @torch_operator("placed_product", torch.Tag.flexible_layout, fake=_placed, direct=True)
-def placed_product(a: Tensor, b: Tensor, result: int) -> Tensor:
+def placed_product(a: Sequence[Tensor], b: Sequence[Tensor], result: int) -> Tensor:
     """Computes `product_in_place` in compiled code."""
     return product_in_place(a, b, result)
 
 
-def product_in_place(a: Tensor, b: Tensor, result: int) -> Tensor:
-    """Multiplies two matrices [m, k] and [k, n]; the product is a result of the call under way.
+def product_in_place(a: Sequence[Tensor], b: Sequence[Tensor], result: int) -> Tensor:
+    """Multiplies matrices [m, k] and [k, n] in pairs; the sum of the products is a result of the call under way.
+
+    Products add to what is there: no kernel adds two of them, and parts of a product's rows need not lie together.
 
     Args:
-        result: its number.
+        a: the first of each pair; the pairs differ in k.
+        b: the second of each.
+        result: its number, or -1.
 
     Returns:
         [m, n]: where that result is to stay, if a product of this type and shape can be written there; else new.
     """
     places = _given.get()
-    place = places[result] if result < len(places) else None
-    if place is None:
-        return torch.mm(a, b)
-    if place.tensor is None:
+    place = places[result] if 0 <= result < len(places) else None
+    if place is not None and place.tensor is None:
         # Zeros to add to, and no plain product: all microbatches go through one kernel, with graphs and without.
-        place.tensor = a.new_zeros((a.shape[0], b.shape[1]))
-    if not _fits(place.tensor, a, b):
-        return torch.mm(a, b)
-    if place.adds:
-        return place.tensor.addmm_(a, b)
-    return torch.mm(a, b, out=place.tensor)
+        place.tensor = a[0].new_zeros((a[0].shape[0], b[0].shape[1]))
+    if place is None or place.tensor is None or not _fits(place.tensor, a[0], b[0]):
+        total = torch.mm(a[0], b[0])
+    elif place.adds:
+        total = place.tensor.addmm_(a[0], b[0])
+    else:
+        total = torch.mm(a[0], b[0], out=place.tensor)
+    for one, other in zip(a[1:], b[1:], strict=True):
+        total.addmm_(one, other)
+    return total
 
 
-def place_products(graph: fx.Graph, target: Callable[[Tensor, Tensor, int], Tensor]) -> int:
-    """Lets products be written where a call's results are to stay; gives how many.
+def place_products(graph: fx.Graph, target: Callable[[Sequence[Tensor], Sequence[Tensor], int], Tensor]) -> int:
+    """Lets sums of products be computed by these alone, and products be written where a call's results are to stay.
 
     Args:
         target: computes them: `product_in_place`, or the operator.
+
+    Returns:
+        How many nodes it changed.
     """
     end = output_node(graph)
-    placed = 0
-    for index, value in enumerate(end.args[0]):  # type: ignore[arg-type]
-        # Another reader needs the product alone, while its place may hold the sum with earlier gradients.
-        if not isinstance(value, fx.Node) or value.target is not _MM or list(value.users) != [end]:
+    results: list[Any] = list(end.args[0])  # type: ignore[arg-type]
+    products: dict[fx.Node, tuple[list[Any], list[Any]]] = {}
+    changed: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target is _MM:
+            products[node] = [node.args[0]], [node.args[1]]
             continue
-        if list(end.args[0]).count(value) == 1:  # type: ignore[arg-type]
-            value.target, value.args = target, (*value.args, index)
-            placed += 1
-    return placed
+        summands = _summands(node)
+        if summands and all(read in products and len(read.users) == 1 for read in summands):
+            products[node] = tuple([x for read in summands for x in products[read][i]] for i in (0, 1))  # type: ignore[assignment]
+            changed.add(node)
+    for index, value in enumerate(results):
+        # Another reader needs the product alone, while its place may hold the sum with earlier gradients.
+        if value in products and list(value.users) == [end] and results.count(value) == 1:
+            changed.add(value)
+            _rewrite(value, target, products[value], index)
+    for node in changed:
+        if node.target is not target:
+            _rewrite(node, target, products[node], -1)
+    for node in [node for node in reversed(graph.nodes) if node in products and not node.users]:
+        graph.erase_node(node)
+    return len(changed)
+
+
+def _rewrite(node: fx.Node, target: Callable[..., Tensor], product: tuple[list[Any], list[Any]], index: int) -> None:
+    node.target, node.args, node.kwargs = target, (*product, index), {}
+
+
+def _summands(node: fx.Node) -> list[fx.Node]:
+    """Returns the values of one shape of which a node is the sum; none of anything else."""
+    if node.target is chunks_added:
+        return list(node.args[0])  # type: ignore[arg-type]
+    if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(set(node.args)) != 2:
+        return []
+    reads = [read for read in node.args if isinstance(read, fx.Node)]
+    shapes = {tuple(map(str, read.meta["val"].shape)) for read in (node, *reads) if "val" in read.meta}
+    return reads if len(reads) == 2 and len(shapes) == 1 else []
+
+
+def chunks_added(chunks: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of what was computed of each chunk of rows."""
+    first, *others = chunks
+    for other in others:
+        first = first + other
+    return first
 
 
 _MM = torch.ops.aten.mm.default

@@ -39,6 +39,7 @@ from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.symbolic_sizes import Size, divide, simplify, symbol
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import LoweredCall, OnShapes, Operator
+from fxpar.ops.small_operators import chunks_added
 from fxpar.signatures.engine import Refusal, Rule, Signature
 from fxpar.signatures.op_call import OpCall
 
@@ -60,14 +61,6 @@ def chunk_taken(x: Tensor, dim: int, rows: int, index: int, count: int) -> Tenso
 def chunks_joined(chunks: Sequence[Tensor], dim: int) -> Tensor:
     """Returns the value of all chunks."""
     return torch.cat(list(chunks), dim)
-
-
-def chunks_added(chunks: Sequence[Tensor]) -> Tensor:
-    """Returns the sum of what was computed of each chunk."""
-    first, *others = chunks
-    for other in others:
-        first = first + other
-    return first
 
 
 def chunk_sized(rows: int, multiple: int, index: int, count: int) -> int:

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxpar
 from fxpar.ops import small_operators
-from fxpar.ops.small_operators import Destination, into, place_products, placed_product
+from fxpar.ops.small_operators import Destination, chunks_added, into, place_products, placed_product
 
 
 def traced(function: Any, *values: Tensor) -> torch.fx.GraphModule:
@@ -41,13 +41,41 @@ def test_it_replaces_or_adds() -> None:
     a, b = torch.randn(3, 4), torch.randn(4, 2)
     place = torch.full((3, 2), torch.nan)
     with into([Destination(place, adds=False)]):
-        assert placed_product(a, b, 0) is place
+        assert placed_product([a], [b], 0) is place
         torch.testing.assert_close(place, a @ b)
-        assert placed_product(a, b, 1) is not place  # the result has no place
+        assert placed_product([a], [b], 1) is not place  # the result has no place
     with into([Destination(place, adds=True)]):
-        placed_product(a, b, 0)
+        placed_product([a], [b], 0)
     torch.testing.assert_close(place, 2 * (a @ b))
-    assert placed_product(a, b, 0) is not place
+    assert placed_product([a], [b], 0) is not place
+
+
+def test_a_sum_of_products_is_added_up_by_them() -> None:
+    """In the place of the result, or in the memory of the first; whatever number of rows each pair has."""
+    pairs = [(torch.randn(3, k), torch.randn(k, 2)) for k in (4, 1, 0, 5)]
+    values = [x for pair in pairs for x in pair]
+
+    def function(*values: Tensor) -> list[Tensor]:
+        a, b, c, d, e, f, g, h = values
+        total, twice, read = a @ b + c @ d + e @ f, a @ b + a @ b, a @ b + g @ h
+        return [total, twice, read * 2, read * 3, (a[:1] @ b) + c @ d, chunks_added([a @ b, g @ h])]
+
+    graph = traced(function, *values)
+    expected = function(*values)
+    place_products(graph.graph, small_operators.product_in_place)
+    graph.recompile()
+    assert [len(node.args[0]) for node in graph.graph.nodes if node.target is small_operators.product_in_place] == [
+        3,
+        2,
+        2,
+        2,
+    ]
+    place = torch.ones(3, 2)
+    with into([Destination(place, adds=True)]):
+        found = graph(*values)
+    assert found[0] is place
+    for own, other in zip(found, [1 + expected[0], *expected[1:]], strict=True):
+        torch.testing.assert_close(own, other)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +92,7 @@ def test_it_replaces_or_adds() -> None:
 def test_a_place_of_another_kind_is_left_alone(place: Tensor) -> None:
     a, b = torch.randn(3, 4), torch.randn(4, 2)
     with torch.no_grad(), into([Destination(place, adds=True)]):
-        torch.testing.assert_close(placed_product(a, b, 0), a @ b)
+        torch.testing.assert_close(placed_product([a], [b], 0), a @ b)
     assert not place.any()
 
 
