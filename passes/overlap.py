@@ -44,8 +44,9 @@ def overlap(program: Program) -> Program:
 
     Algorithm: nodes keep their order but for products that are not listened to, with what follows from them. Those are
     postponed, first in first out: as many of them follow a collective as take its time, by the plan's constants at the
-    example's sizes, less that of products which stand in front of its first reader anyway; of what is postponed beyond
-    two milliseconds the oldest run at once. A run without collectives keeps its order.
+    example's sizes, less that of products which stand in front of its first reader anyway. Where those are too few,
+    products that stand there stay. Of what is postponed beyond two milliseconds the oldest run at once. A run without
+    collectives keeps its order.
     """
     whole = inlined(program)
     seconds = estimates(whole)
@@ -105,6 +106,8 @@ class _Order:
     """
 
     seconds: Estimates
+    # Of the last collective: seconds that nothing hides yet, and the place of its first reader.
+    _bare: tuple[float, int] = (0.0, 0)
     _placed: dict[fx.Node, None] = field(default_factory=dict)
     _postponed: dict[fx.Node, float] = field(default_factory=dict)
 
@@ -113,21 +116,28 @@ class _Order:
         run, listened = frozenset(nodes), self._listened(nodes)
         if not listened:
             return list(nodes)
-        beside = self._beside(nodes, listened)
-        for node in nodes:
+        beside, readers = self._beside(nodes, listened)
+        for place, node in enumerate(nodes):
             if node in self._placed:
                 continue
             # What reads a postponed product must follow it, or nothing would be
             # postponed for longer than to its first reader.
             is_free = node in products or any(read in self._postponed for read in node.all_input_nodes)
             if is_free and node not in listened:
+                seconds, reader = self._bare
+                if seconds > 0 and place < reader and node in products:
+                    self._bare = seconds - products[node], reader
+                    self._place(run, node)
+                    continue
                 self._postponed[node] = products.get(node, 0.0)
                 self._run_postponed(run, sum(self._postponed.values()) - _BACKLOG)
                 continue
             self._place(run, node)
             # Order is what this pass can give, and needs free multiprocessors to hide anything. After one full wave of
             # a product NCCL waits all the same, and copy engines do not.
-            self._run_postponed(run, sum(send.seconds for send in sends.get(node.name, ())) - beside.get(node, 0.0))
+            if node in beside:
+                bare = sum(send.seconds for send in sends[node.name]) - beside[node]
+                self._bare = self._run_postponed(run, bare), readers[node]
         for node in (*self._postponed, *nodes):
             self._place(run, node)
         return list(self._placed)
@@ -140,25 +150,29 @@ class _Order:
                 listened.add(node)
         return listened
 
-    def _beside(self, nodes: Sequence[fx.Node], listened: Collection[fx.Node]) -> dict[fx.Node, float]:
-        """Returns for each collective the seconds of products between it and its first reader that are not postponed.
+    def _beside(
+        self, nodes: Sequence[fx.Node], listened: Collection[fx.Node]
+    ) -> tuple[dict[fx.Node, float], dict[fx.Node, int]]:
+        """Returns for each collective the seconds of listened products in front of its first reader, and its place.
 
         That is what other chunks of tokens compute meanwhile.
         """
         products = [self.seconds.products.get(node, 0.0) if node in listened else 0.0 for node in nodes]
         places, before = {node: place for place, node in enumerate(nodes)}, [0.0, *itertools.accumulate(products)]
-        beside = {}
-        for node in nodes:
-            if node.name in self.seconds.sends:
-                reader = min((places[user] for user in node.users if user in places), default=len(nodes))
-                beside[node] = before[reader] - before[places[node]]
-        return beside
+        readers = {
+            node: min((places[user] for user in node.users if user in places), default=len(nodes))
+            for node in nodes
+            if node.name in self.seconds.sends
+        }
+        return {node: before[reader] - before[places[node]] for node, reader in readers.items()}, readers
 
-    def _run_postponed(self, run: frozenset[fx.Node], seconds: float) -> None:
+    def _run_postponed(self, run: frozenset[fx.Node], seconds: float) -> float:
+        """Runs the oldest until so many seconds are hidden; returns what is left of these."""
         while self._postponed and seconds > 0:
             node = next(iter(self._postponed))
             seconds -= self._postponed[node]
             self._place(run, node)
+        return seconds
 
     def _place(self, run: frozenset[fx.Node], node: fx.Node) -> None:
         """Places a node after what it reads."""
