@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
 from scipy.cluster.hierarchy import DisjointSet
 from torch import fx
 
-from fxpar.cost.communication import collectives
-from fxpar.cost.flops import matmul_flops
 from fxpar.errors import PlanError
-from fxpar.ir.grad_flow import weights_of
-from fxpar.ir.operators import axes_of, in_backward
+from fxpar.ir.operators import in_backward
 from fxpar.ir.program import (
     Input,
     Note,
@@ -34,22 +30,20 @@ from fxpar.ir.program import (
     with_operands,
 )
 from fxpar.ir.properties import Property
-from fxpar.ir.step import PARAMETER, batch_dims, batch_symbol
+from fxpar.ir.step import batch_dims, batch_symbol
 from fxpar.layout.layout import Layout
-from fxpar.layout.symbolic_sizes import divide, names, symbol
+from fxpar.layout.symbolic_sizes import divide, symbol
 from fxpar.manager import register_pass
-from fxpar.mesh.axes import PURPOSES, Cuts
-from fxpar.ops.attention import attention_backward
-from fxpar.ops.collectives import COERCION_OF
 from fxpar.ops.small_operators import size
 from fxpar.ops.token_chunks import SUMMED, Chunk, add_chunks, chunk_size, join_chunks, resized, take_chunk
-from fxpar.rewrite.row_cuts import RowCut, RowCuts
+from fxpar.rewrite.chunk_choice import Chosen, ChunkChoice, cheapest, chunk_prices, depends
+from fxpar.rewrite.row_cuts import RowCut
 from fxpar.signatures.op_call import SIZED
 
 
 def _is_asked_for(program: Program) -> bool:
-    """communication.token_chunks is more than 1"""
-    return program.plan.communication.token_chunks > 1
+    """communication.token_chunks is not 1"""
+    return program.plan.communication.token_chunks != 1
 
 
 @register_pass("chunk_tokens", requires={Property.STEP, Property.LOCAL}, preserves="dataflow", when=_is_asked_for)
@@ -78,26 +72,31 @@ def chunk_tokens(program: Program) -> Program:
     its way, where a whole layer would wait.
 
     Terms: an operation *treats rows apart* if its rule says so of the rows of the batch (`fxpar.rewrite.row_cuts`), if
-    it draws nothing, and if it is no product of two activations: attention mixes tokens, and so does the gradient of a
-    weight, which is computed of all rows. A *chain* is what stands between such operations in one phase and is
-    connected. A *stage* of it ends with collectives over axes that do not cut the batch; it is *heavy* if it has
-    products.
+    it draws nothing, and if it is no product of two activations, as in attention. A *chain* is what stands between such
+    operations in one phase and is connected. A *stage* of it ends with collectives over axes that do not cut the batch;
+    it is *heavy* if it has products. A *sum over rows* adds up what it computes of them: a weight's gradient, say.
 
     Algorithm: chosen is what stands between two collectives, and in front of and after each one what leads up to its
-    products. The heavy stages of a chain are computed one after the other, each chunk by chunk. What stands between
+    products; and in backwards the sums over rows of what is chosen, which would else have to be put together for them.
+    The heavy stages of a chain are computed one after the other, each chunk by chunk. What stands between
     them, a norm say, follows the next chunk's heavy stage: its sum has had that much time to arrive. Whatever else
-    there is keeps its order, and follows as soon as what it needs is there.
+    there is keeps its order, and follows as soon as what it needs is there: sums over rows when the last chunk is.
 
-    One row is computed as it is. Values stay equal: put together, the chunks are what was there.
+    With `auto`, numbers of chunks are priced for each phase (`fxpar.rewrite.chunk_choice`), and phases where none pays
+    stay whole. One row is computed as it is. Values stay equal: put together, the chunks are what was there.
 
     Raises:
         PlanError: the number of rows may not vary, or inputs differ in it.
     """
-    count = program.plan.communication.token_chunks
     if all(entry.type.shape[dim] == 1 for entry, dim in _rows(program)):
         return program
     rows = _rows_of(program)
-    chosen = _Choice(program, rows, count).chosen()
+    count = program.plan.communication.token_chunks
+    if isinstance(count, int):
+        chosen = ChunkChoice(program, rows, count).chosen()
+    else:
+        count, phases = cheapest(chunk_prices(program, rows))
+        chosen = ChunkChoice(program, rows, count).chosen(phases)
     return _Chunked(program, rows, count, chosen).written() if chosen.cuts else program
 
 
@@ -122,120 +121,6 @@ def _rows_of(program: Program) -> sympy.Symbol:
         ) from error
 
 
-# ---------------------------------------------------------------------- what is computed in chunks
-
-
-@dataclass(frozen=True)
-class _Chosen:
-    """What is computed in chunks.
-
-    Attributes:
-        cuts: how, by node.
-        sends: those that communicate.
-        products: matrix products.
-    """
-
-    cuts: Mapping[fx.Node, RowCut]
-    sends: frozenset[fx.Node]
-    products: frozenset[fx.Node]
-
-
-class _Choice:
-    """What of a program is computed in chunks."""
-
-    def __init__(self, program: Program, rows: sympy.Symbol, count: int) -> None:
-        self._rows, self._nodes = rows, [n for n in program.graph.nodes if n.op == "call_function"]
-        weights = weights_of(program.graph, [program.node(p.node) for p in program.parameters])
-        products = [node for node, _ in matmul_flops(program)]
-        mixing = {node for node in products if weights.isdisjoint(operands(node))}
-        mixing.update(node for node in self._nodes if node.target is attention_backward)
-        rules = RowCuts(program, rows, count)
-        self._cuts: dict[fx.Node, RowCut] = {}
-        known: dict[fx.Node, Sequence[int | None]] = {}
-        for node in program.graph.nodes:
-            if node.op == "output" or not has_note(node) or isinstance(note(node).type, ScalarType):
-                continue
-            whole = node in mixing or node in weights or note(node).phase == PARAMETER or not self._is_sized(node)
-            whole = whole or (node.target is operator.getitem and node.args[0] not in self._cuts)
-            cut = None if whole else rules.of(node, known)
-            if cut is not None:
-                self._cuts[node] = cut
-            known[node] = rules.rows_of(node) if cut is None else cut.outputs
-        sent = {collective.node for collective in collectives(program)}
-        self._sends = {n for n in self._cuts if n.name in sent and n.target in COERCION_OF and _is_of_layer(n)}
-        self._products = self._cuts.keys() & set(products)
-
-    def _is_sized(self, node: fx.Node) -> bool:
-        """Returns whether the number of rows among the sizes of a view is one that a chunk can have."""
-        sizes = [read for read in node.all_input_nodes if isinstance(note(read).type, ScalarType)]
-        return node.target not in SIZED or all(_can_be_cut(size, self._rows) for size in sizes)
-
-    def chosen(self) -> _Chosen:
-        """Returns what is chosen."""
-        before, after = self._before, self._after
-        behind = _reached(self._nodes, self._sends, before)
-        ahead = _reached(self._nodes[::-1], self._sends, after)
-        # What leads from a collective to a product, and from a product to a collective.
-        to_products = _reached(self._nodes[::-1], behind & self._products, after) & behind
-        of_products = _reached(self._nodes, ahead & self._products, before) & ahead
-        chosen = (behind & ahead) | self._sends | to_products | of_products
-        for node in reversed(self._nodes):  # what nothing else reads
-            users = after(node)
-            if users and len(users) == len(node.users) and node not in self._products and chosen.issuperset(users):
-                chosen.add(node)
-        # Parts of a tuple are of each chunk where it is.
-        parts = {node for node in self._nodes if node.target is operator.getitem and node in self._cuts}
-        chosen = (chosen - parts) | {node for node in parts if node.args[0] in chosen}
-        cuts = {node: self._cuts[node] for node in self._nodes if node in chosen}
-        return _Chosen(cuts, frozenset(self._sends), frozenset(self._products & chosen))
-
-    def _before(self, node: fx.Node) -> list[fx.Node]:
-        return [read for read in node.all_input_nodes if self._follows(read, node)]
-
-    def _after(self, node: fx.Node) -> list[fx.Node]:
-        return [user for user in node.users if self._follows(node, user)]
-
-    def _follows(self, node: fx.Node, user: fx.Node) -> bool:
-        """Returns whether both treat rows apart, in one phase."""
-        return node in self._cuts and user in self._cuts and note(node).phase == note(user).phase
-
-
-def _reached(order: Sequence[fx.Node], starts: Set[fx.Node], near: Callable[[fx.Node], list[fx.Node]]) -> set[fx.Node]:
-    """Returns what is reached from some nodes, themselves among it.
-
-    Args:
-        order: in which what is near a node stands in front of it.
-    """
-    reached: set[fx.Node] = set()
-    for node in order:
-        if node in starts or any(other in reached for other in near(node)):
-            reached.add(node)
-    return reached
-
-
-def _is_of_layer(node: fx.Node) -> bool:
-    """Returns whether a node communicates over axes that do not cut the batch."""
-    return all(PURPOSES[axis].cuts is not Cuts.BATCH for axis in axes_of(node))
-
-
-def _can_be_cut(size: fx.Node, rows: sympy.Symbol) -> bool:
-    """Returns whether a number is a product or a share of a multiple of the rows, or has nothing to do with them."""
-    kind = note(size).type
-    assert isinstance(kind, ScalarType)
-    if str(rows) not in names([kind.value]):
-        return True
-    parts = [read for read in size.all_input_nodes if _depends(read, rows)]
-    if parts:
-        return len(parts) == 1 and size.target in (operator.mul, operator.floordiv) and _can_be_cut(parts[0], rows)
-    return isinstance(divide(kind.value, rows), int)
-
-
-def _depends(size: fx.Node, rows: sympy.Symbol) -> bool:
-    """Returns whether a node is a number that depends on the rows."""
-    kind = note(size).type if has_note(size) else None
-    return isinstance(kind, ScalarType) and str(rows) in names([kind.value])
-
-
 # ---------------------------------------------------------------------- the program in chunks
 
 
@@ -247,15 +132,19 @@ _START: _Time = (-1, 0.0, 0)
 class _Chunked:
     """The program with what is chosen in chunks."""
 
-    def __init__(self, program: Program, rows: sympy.Symbol, count: int, chosen: _Chosen) -> None:
+    def __init__(self, program: Program, rows: sympy.Symbol, count: int, chosen: Chosen) -> None:
         self._program, self._chosen = program, chosen
         self._all = [Chunk(rows, index, count) for index in range(count)]
         self._nodes: list[fx.Node] = list(program.graph.nodes)
         self._places = {node: place for place, node in enumerate(self._nodes)}
         self._stages = _stages(self._nodes, chosen)
         self._times: dict[fx.Node, _Time] = {}
+        # When what a chunk sends is there: the next heavy stage has taken it.
+        self._arrivals: dict[fx.Node, _Time] = {}
         self._chunks: dict[fx.Node, list[fx.Node]] = {}
         self._wholes: dict[fx.Node, fx.Node] = {}
+        # The last chunk of what is late, for each.
+        self._late: dict[fx.Node, fx.Node] = {}
         # Chunks of values in some dimension, and of numbers.
         self._taken: dict[tuple[fx.Node, int, int], fx.Node] = {}
         self._rows = self._row_count(rows)
@@ -265,6 +154,9 @@ class _Chunked:
         cuts = self._chosen.cuts
         for node in cuts:
             self._chunks[node] = [self._chunk(node, chunk) for chunk in self._all]
+            if node in self._chosen.late:
+                last = self._chunks[node][-1]
+                self._late |= dict.fromkeys(self._chunks[node], last)
             if any(not self._stays(node, user) for user in node.users):
                 self._wholes[node] = self._joined(node)
                 node.replace_all_uses_with(self._wholes[node], delete_user_cb=lambda user: user not in cuts)
@@ -368,7 +260,7 @@ class _Chunked:
             kind: Any = note(size).type
             noted = Note(ScalarType(chunk.size(kind.value)), fqn=note(node).fqn, phase=note(node).phase)
             name = f"{size.name}_chunk{chunk.index}"
-            parts = [read for read in size.all_input_nodes if _depends(read, chunk.rows)]
+            parts = [read for read in size.all_input_nodes if depends(read, chunk.rows)]
             if parts:
                 replaced = {read: self._number(node, read, chunk) for read in parts}
                 arguments = tuple(replaced.get(a, a) if isinstance(a, fx.Node) else a for a in size.args)
@@ -387,36 +279,47 @@ class _Chunked:
             new = insert_call(node, add_chunks, (parts,), noted, f"{node.name}_whole")
         else:
             new = insert_call(node, join_chunks, (parts, dim), noted, f"{node.name}_whole")
-        start, step, place = self._times[parts[-1]]
-        if node in self._chosen.sends:  # it is there when the next heavy stage has taken it
-            _, heavy, is_heavy = self._stages[node]
-            step = (heavy + is_heavy + 1) * len(self._all) - 0.75
-        self._times[new] = start, step, place
+        if node in self._chosen.late:
+            self._places[new] = self._places[node]
+            return new
+        self._times[new] = self._arrivals.get(parts[-1], self._times[parts[-1]])
         return new
 
     # ------------------------------------------------------------------ order
 
     def _timed(self, new: fx.Node, node: fx.Node, index: int) -> fx.Node:
-        """Notes when something runs that is computed for a chunk of a node."""
+        """Notes when something runs that is computed for a chunk of a node; what is late waits for what it reads."""
+        if node in self._chosen.late:
+            self._places[new] = self._places[node]
+            return new
         start, heavy, is_heavy = self._stages[node]
         # The heavy stages before this one, chunk by chunk; what is light follows the next chunk's heavy one.
         step = heavy * len(self._all) + index if is_heavy else (heavy - 1) * len(self._all) + index + 1.5
         self._times[new] = start, step, self._places[node]
+        if node in self._chosen.sends:
+            self._arrivals[new] = start, (heavy + is_heavy + 1) * len(self._all) - 0.75, self._places[node]
         return new
 
     def _order(self) -> None:
         """Orders what runs by time, each after what it reads.
 
-        What is not in chunks runs when the last chunk that it reads is there: weight gradients wait for sums with those
-        of the same layer (`fxpar.passes.overlap`), and not after them.
+        What is not in chunks, or late, runs when the last chunk that it reads is there: weight gradients wait for sums
+        with those of the same layer (`fxpar.passes.overlap`), and not after them.
         """
         graph = self._program.graph
         nodes = [node for node in graph.nodes if node.op == "call_function"]
+        chunks: dict[fx.Node, list[fx.Node]] = {}
         for node in nodes:
             if node not in self._times:
                 alike = (read for read in node.all_input_nodes if note(read).phase == note(node).phase)
-                late = [self._times[read] for read in alike if self._times.get(read, _START)[1]]
+                times = (self._arrivals.get(read, self._times.get(read, _START)) for read in alike)
+                late = [time for time in times if time[1]]
                 self._times[node] = max(late, default=(self._places.get(node, -1), 0.0, 0))
+            if node in self._late:
+                together = chunks.setdefault(self._late[node], [])
+                together.append(node)
+                time = max(map(self._times.__getitem__, together))
+                self._times |= dict.fromkeys(together, time)
         behind = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
         placed: set[fx.Node] = set()
         for node in sorted(nodes, key=self._times.__getitem__):
@@ -433,21 +336,21 @@ class _Chunked:
                         behind = last
 
 
-def _stages(nodes: Sequence[fx.Node], chosen: _Chosen) -> dict[fx.Node, tuple[int, int, bool]]:
+def _stages(nodes: Sequence[fx.Node], chosen: Chosen) -> dict[fx.Node, tuple[int, int, bool]]:
     """Returns for each node where its chain begins, how many heavy stages are before its own, and if that is heavy."""
-    chains = DisjointSet(chosen.cuts)
+    chains = DisjointSet(node for node in chosen.cuts if node not in chosen.late)
     number: dict[fx.Node, int] = {}
     for node in nodes:
         if node.op != "call_function":
             continue
         reads = [r for r in node.all_input_nodes if r in number and note(r).phase == note(node).phase]
-        is_chosen = node in chosen.cuts
+        is_chosen = node in chosen.cuts and node not in chosen.late
         # What is computed of all chunks in between is a stage of its own.
         before = (number[read] + (read in chosen.sends or (is_chosen and read not in chosen.cuts)) for read in reads)
         if reads or is_chosen:
             number[node] = max(before, default=0)
         for read in reads if is_chosen else ():
-            if read in chosen.cuts:
+            if read in chosen.cuts and read not in chosen.late:
                 chains.merge(read, node)
     places = {node: place for place, node in enumerate(nodes)}
     stages: dict[fx.Node, tuple[int, int, bool]] = {}

@@ -157,6 +157,8 @@ def _scalar(name: str, kinds: set[Any], words: Sequence[str], text: str) -> Any:
         return Annotated[int | None, typer.Option(name, metavar="N", parser=whole_number, help=text)]
     if kinds == {int, float}:
         return Annotated[float | None, typer.Option(name, metavar="N", parser=number, help=text)]
+    if kinds == {int, str}:
+        return Annotated[Any, typer.Option(name, metavar="N|WORD", parser=number_or_word, help=text)]
     assert kinds == {str}, f"{name} has a type that no flag is made of"
     return Annotated[str | None, typer.Option(name, metavar="|".join(words) or "TEXT", help=text)]
 
@@ -187,6 +189,11 @@ def whole_numbers(text: str, where: str, example: str) -> tuple[int, ...]:
         return tuple(whole_number(word) for word in text.split(","))
     except typer.BadParameter as error:
         raise InputError(error.message, where=where, remedy=f"write whole numbers as in {example}") from None
+
+
+def number_or_word(text: str | int) -> int | str:
+    """Returns a word, or the number that it is; which words there are the plan knows."""
+    return int(text) if isinstance(text, int) or _NUMBER.fullmatch(text) else text
 
 
 def number(text: str | int | float) -> int | float:

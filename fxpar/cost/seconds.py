@@ -19,7 +19,7 @@ from torch import fx
 
 from fxpar.cost.communication import Collective, collectives, symbol_sizes
 from fxpar.cost.flops import computed_part, matmul_flops
-from fxpar.ir.program import Note, Program, ScalarType, note, output_layouts, output_types, tensor_type
+from fxpar.ir.program import Program, ScalarType, note, output_layouts, output_types, tensor_type
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops.registry import COMPOSITE_OF
@@ -212,7 +212,9 @@ def estimates(program: Program, sizes: Mapping[str, int] | None = None) -> Estim
     sends: dict[str, list[Sending]] = {}
     notes = {node.name: note(node) for node in program.graph.nodes if node.op == "call_function"}
     for collective in collectives(program, sizes):
-        sends.setdefault(collective.node, []).append(_sending(program, collective, notes[collective.node]))
+        how = notes[collective.node]
+        priced = sending(program, collective, copies=bool(how.buffer), one_shot=how.one_shot)
+        sends.setdefault(collective.node, []).append(priced)
     values = symbol_sizes(program, sizes)
     rate = program.plan.cost.flops
     products = {
@@ -222,25 +224,26 @@ def estimates(program: Program, sizes: Mapping[str, int] | None = None) -> Estim
     return Estimates(sends, products)
 
 
-def _sending(program: Program, sent: Collective, how: Note) -> Sending:
-    """Prices a collective: by copies or in one shot where a buffer is noted, else through the process group."""
+def sending(program: Program, sent: Collective, *, copies: bool, one_shot: bool = False) -> Sending:
+    """Prices a collective: by copies or in one shot, or through the process group."""
     axes = sent.axis.split("-")
     cost, ranks = program.plan.cost.on(axes), prod(program.axes[axis] for axis in axes)
-    if not how.buffer:
+    if not copies:
         seconds = collective_seconds(sent.op, ranks, sent.bytes, cost, cost.latency)
         return Sending(sent, seconds, cost.hidden * seconds)
     alone = collective_seconds(sent.op, ranks, sent.bytes * sent.part, cost, 0.0)
-    if how.one_shot:
+    if one_shot:
         return Sending(sent, alone + cost.latency, 0.0)
     carried = alone / 2 if ranks > 2 and sent.op == "all_reduce" else alone
     return Sending(sent, alone + cost.copy_latency, carried + cost.copy_latency)
 
 
-def filled_part(program: Program, node: fx.Node, values: Mapping[str, int]) -> float:
+def filled_part(program: Program, node: fx.Node, values: Mapping[str, int], chunks: int = 1) -> float:
     """Returns the part of its time in which a product computes; 1 where it is none of two matrices.
 
     Args:
         values: of the symbols, as of `fxpar.cost.communication.symbol_sizes`.
+        chunks: in which its rows are computed one after the other.
     """
     if str(node.target) not in _OF_TILES:
         return 1.0
@@ -248,7 +251,7 @@ def filled_part(program: Program, node: fx.Node, values: Mapping[str, int]) -> f
     *leading, rows, columns = (1, *(evaluate(size, values) for size in shape))
     if str(node.target) not in _BATCHED:
         leading, rows = [], rows * prod(leading)
-    return filled(prod(leading), rows, columns, program.plan.cost.multiprocessors)
+    return filled(prod(leading), ceil(rows / chunks), columns, program.plan.cost.multiprocessors)
 
 
 # Rows and columns of a tile, and its rate over that of the largest.

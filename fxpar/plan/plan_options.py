@@ -142,16 +142,20 @@ class Communication(OptionGroup):
             NCCL is faster. What is smaller than `cost.least_copy`, but for such kernels, and what is sent once a step
             the group sends. With `auto`, stages of a pipeline copy to each other where all its GPUs reach each other.
         token_chunks: into how many chunks of rows a step cuts what stands between two operations that mix tokens, so
-            that products of one chunk run while sums of another travel. 1 computes all rows at once.
+            that products of one chunk run while sums of another travel. 1 computes all rows at once; `auto` takes the
+            number that is cheapest by the plan's `cost`, in the forward, in the backward, or in both.
     """
 
     collective_transport: str = "auto"
-    token_chunks: int = 1
+    token_chunks: int | str = 1
 
     def problems(self) -> Iterator[str]:
         """Implements `OptionGroup.problems`."""
         yield from wrong_words("communication", self)
-        yield from wrong_count("communication.token_chunks", self.token_chunks)
+        if isinstance(self.token_chunks, str):
+            yield from wrong_word("communication.token_chunks", self.token_chunks, ("auto",))
+        else:
+            yield from wrong_count("communication.token_chunks", self.token_chunks)
 
 
 @dataclass(frozen=True)

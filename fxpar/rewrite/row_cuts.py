@@ -192,7 +192,7 @@ def _dim_of(placement: Placement) -> int | None:
 
 
 def _cut_of(before: Sequence[int | None], after: Sequence[int | None]) -> RowCut | None:
-    """Returns the cut where some output has rows, and the others are summed over them."""
-    if SUMMED in before or any(dim is None for dim in after) or all(dim == SUMMED for dim in after):
+    """Returns the cut where each output has rows, or is summed over them."""
+    if SUMMED in before or any(dim is None for dim in after):
         return None
     return RowCut(tuple(before), tuple(dim for dim in after if dim is not None))

@@ -76,7 +76,7 @@ def test_passes_lists_contracts() -> None:
     assert by_name["localize"]["requires"] == ["collectives", "rng", "vocabulary"]
     assert {name: entry["when"] for name, entry in by_name.items() if entry["when"]} == {
         "partition_stages": "the plan has a pipeline",
-        "chunk_tokens": "communication.token_chunks is more than 1",
+        "chunk_tokens": "communication.token_chunks is not 1",
     }
     assert all(entry["summary"] for entry in document)
     assert {entry["preserves"] for entry in document[: len(NAMES)]} == {"values"}

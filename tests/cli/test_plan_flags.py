@@ -68,7 +68,7 @@ PLANS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "recompute": one("recompute", words("none", "selective", "full")),
     "activation_memory_budget": one("activation_memory_budget", st.one_of(st.just(0.5), sizes), recompute="selective"),
     "collective_transport": one("collective_transport", words("auto", "nccl", "copy")),
-    "token_chunks": one("token_chunks", sizes),
+    "token_chunks": one("token_chunks", st.one_of(sizes, st.just("auto"))),
     "stages": one("stages", st.one_of(st.just({"h.1": 1}), st.just((3, 1))), pp=2),
     "group_size": one("group_size", st.just(4), **pipeline, virtual_stages=2, schedule="interleaved_1f1b"),
     "dispatch": one("dispatch", words("static", "allgather", "alltoall", "dropless"), **experts),

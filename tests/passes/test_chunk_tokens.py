@@ -15,15 +15,18 @@ from fxpar.cli.models import load_model
 from fxpar.compile import compile_model, compile_step
 from fxpar.cost.flops import matmul_flops
 from fxpar.errors import PlanError
-from fxpar.ir.grad_flow import weights_of
-from fxpar.ir.program import Program, note, operands
+from fxpar.ir.program import Program, note
 from fxpar.ir.regions import inlined
 from fxpar.ir.stages import Stage
+from fxpar.ir.step import batch_symbol
+from fxpar.layout.symbolic_sizes import symbol
 from fxpar.manager import PassManager
 from fxpar.ops.token_chunks import CHUNKED, chunk_sized, chunk_taken, chunks_joined
 from fxpar.passes.chunk_tokens import chunk_tokens
+from fxpar.plan.cost import Cost
 from fxpar.plan.plan import Plan
 from fxpar.plan.plan_options import Communication, Recompute
+from fxpar.rewrite.chunk_choice import ChunkPrice, cheapest, chunk_prices
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify import simulate_ranks
@@ -195,15 +198,72 @@ def test_values_and_gradients_stay(
     assert print_program(parse_program(text)) == text
 
 
-def test_products_with_weights_are_cut_and_those_of_tokens_are_not() -> None:
-    """Attention and the gradients of weights are computed of all rows."""
+def test_products_are_cut_but_those_of_tokens() -> None:
+    """Gradients of weights are added up; attention is computed of all rows."""
     step = trial(Attentive, 3, 2).step
-    weights = weights_of(step.graph, [step.node(p.node) for p in step.parameters])
-    products = [node for node, _ in matmul_flops(step)]
-    mixing = {node.name for node in products if weights.isdisjoint(operands(node))}
-    assert "attention_forward" in mixing
-    assert len(mixing) == 1 + len([name for name in step.outputs if name.endswith(".weight") and "norm" not in name])
-    assert {node.name for node in products if "_chunk" not in node.name} == mixing
+    assert [node.name for node, _ in matmul_flops(step) if "_chunk" not in node.name] == ["attention_forward"]
+    weights = {name for name in step.outputs if name.endswith(".weight") and "norm" not in name and "embed" not in name}
+    returned = step.output_nodes()
+    assert {str(returned[name].target) for name in weights} == {"fxpar.add_chunks"}
+    assert "add_chunks" not in str(returned["fxpar.gradient.embed.weight"].target)  # a table larger than the rows
+
+
+def test_gradients_of_weights_put_no_chunks_together() -> None:
+    """What attention reads, and what is returned, alone is."""
+    step = trial(Attentive, 3, 2).step
+    joined = {node.name for node in step.graph.nodes if str(node.target) == "fxpar.join_chunks"}
+    readers = {user for name in joined for user in step.node(name).users}
+    assert not [user.name for user in readers if user.op == "call_function" and "mm" in user.name]
+
+
+# A machine on which nothing but bytes and products takes time.
+_FREE = {"least_copy": 1.0, "copy_latency": 0.0, "kernel_latency": 0.0, "latency": 1e-12, "memory": 1e30}
+
+
+def costs(bandwidth: float) -> Cost:
+    """Of ranks that send so many bytes while they compute a thousand operations."""
+    return Cost(bandwidth=bandwidth, flops=1e3, multiprocessors=1, **_FREE)
+
+
+def prices(bandwidth: float) -> dict[tuple[str, int], ChunkPrice]:
+    step = Trial(Attentive, 8, tp=2, cost=costs(bandwidth), communication=Communication("copy")).step
+    found = chunk_prices(step, symbol(batch_symbol(step)))
+    return {(price.phase, price.count): price for price in found}
+
+
+def test_sums_of_a_forward_hide_behind_all_chunks_but_one() -> None:
+    """Without chunks a forward waits for all of them. A backward has the gradients of weights in any case."""
+    found = prices(100)
+    assert set(found) == {(phase, count) for phase in ("", "backward") for count in (2, 4, 8)}
+    sums = 3 * 8 * (8 * 6 * 8) / 100  # three of [8, 6, 8] in 8 bytes
+    products = 2 * 48 * (4 * 8 * 8 + 2 * 8 * 12 + 8 * 20) / 2 / 1000  # of 48 tokens, on each of two ranks
+    for count in (2, 4, 8):
+        assert found["", count].whole == pytest.approx(sums)
+        assert found["", count].chunked == pytest.approx(sums - products * (count - 1) / count)
+    assert found["backward", 2].whole == pytest.approx(sums - products)
+    assert prices(1000)["backward", 2].whole == 0.0
+    assert prices(1000)["backward", 2].gain == 0.0
+
+
+def test_the_cheapest_number_saves_most_over_the_phases() -> None:
+    def price(count: int, phase: str, saved: float) -> ChunkPrice:
+        return ChunkPrice(count, phase, products=100.0, whole=50.0, chunked=50.0 - saved, more=0.0)
+
+    both = [price(2, "", 10.0), price(2, "backward", 5.0), price(4, "", 12.0), price(4, "backward", -9.0)]
+    assert cheapest(both) == (2, ("", "backward"))
+    assert cheapest([*both, price(8, "", 15.5), price(8, "backward", 1.0)]) == (8, ("",))
+    assert cheapest([price(2, "", 1.0), price(4, "", 1.4)]) == (1, ())  # too little to be known
+    assert cheapest([]) == (1, ())
+
+
+@pytest.mark.parametrize(("bandwidth", "phases"), [(1000, {""}), (10, {"", "backward"}), (1e9, set())])
+def test_auto_takes_the_phases_in_which_chunks_pay(bandwidth: float, phases: set[str]) -> None:
+    """Chunks of the forward alone are what gradients of weights read, too."""
+    auto = Trial(Attentive, 8, tp=2, cost=costs(bandwidth), communication=Communication("copy", token_chunks="auto"))
+    sums = [node for node in auto.step.graph.nodes if "reduce" in str(node.target)]
+    assert {note(node).phase for node in sums if "_chunk" in node.name} == phases
+    assert {note(node).phase for node in sums if "_chunk" not in node.name} == {"", "backward"} - phases
+    assert auto.is_right(auto.step)
 
 
 def test_draws_are_of_all_rows() -> None:
@@ -216,9 +276,8 @@ def test_draws_are_of_all_rows() -> None:
 def test_what_a_norm_sums_over_rows_is_added_up() -> None:
     """The gradients of its weight and bias, where its own gradient is computed in chunks."""
     step = trial(Small, 3, 2).step
-    added = [node for node in step.graph.nodes if str(node.target) == "fxpar.add_chunks"]
-    returned = {node: name for name, node in step.output_nodes().items()}
-    assert [returned[node] for node in added] == [f"fxpar.gradient.norms.1.{part}" for part in ("weight", "bias")]
+    norms = [node for name, node in step.output_nodes().items() if name.startswith("fxpar.gradient.norms.")]
+    assert [str(node.target) for node in norms] == ["fxpar.add_chunks"] * 4
 
 
 @pytest.mark.parametrize(("build", "rows"), few([(Small, 4), (Attentive, 3)], [(Small, 4)]), ids=str)
