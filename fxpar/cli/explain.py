@@ -16,7 +16,7 @@ from rich.console import Console
 
 from fxpar.cli.output import CommandResult, Ui, amount, print_table, table, time_text
 from fxpar.cli.plan_flags import Request
-from fxpar.cli.program_commands import is_pipeline
+from fxpar.cli.program_commands import is_pipeline, steps
 from fxpar.errors import InputError
 from fxpar.ir.properties import Property
 
@@ -27,11 +27,14 @@ if TYPE_CHECKING:
     from fxpar.cost.stage_cut_points import Received
     from fxpar.ir.program import Program
     from fxpar.pipeline.compiler.partition import CutExplanation, Goals
+    from fxpar.rewrite.chunk_choice import ChunkPrice
     from fxpar.sharding.layout_explanation import Explanation
 
 
 # A cut by the stage after it, or what that receives.
 _CUT, _RECEIVED = re.compile(r"cut[ -]?(\d{1,4})"), re.compile(r"%?\w+_on_\d+")
+_CHUNKS = "token-chunks"
+_PRICES = ("chunks", "products", "exposed without", "exposed with", "more", "saved")
 # Seconds below which a difference comes from the order in which ties are broken.
 _TIE = 1e-6
 
@@ -41,12 +44,13 @@ def explain(
     request: Request,
     name: Annotated[
         str,
-        typer.Argument(metavar="NODE|FQN", help="a node, parameter or module of the program, or a cut"),
+        typer.Argument(metavar="NODE|FQN", help="a node, parameter or module of the program, a cut, or token-chunks"),
     ],
 ) -> CommandResult:
     """Says why a value is laid out as it is, in milliseconds of a training step, and what else it could be.
 
-    Of a pipeline `cut 2`, or a value that stage 2 receives, says why that stage begins where it does.
+    Of a pipeline `cut 2`, or a value that stage 2 receives, says why that stage begins where it does. `token-chunks`
+    says what chunks of tokens save and cost in a training step.
     """
     from fxpar.cli.files import open_start, run_passes
     from fxpar.passes import DEFAULT_PASSES
@@ -56,6 +60,8 @@ def explain(
 
     start = open_start(ui, request)
     program = start.program
+    if name == _CHUNKS:
+        return _explain_chunks(ui, start)
     if is_pipeline(program) and (_CUT.fullmatch(name) or _RECEIVED.fullmatch(name)):
         cut = _explain_cut(ui, start, name)
         if cut is not None:
@@ -120,6 +126,46 @@ def _explain_cut(ui: Ui, start: Start, name: str) -> CommandResult | None:
         explanation, received = explain_cut(program, stage), stage_shares(whole)[stage].received
     document = dataclasses.asdict(explanation) | {"received": [dataclasses.asdict(tensor) for tensor in received]}
     return CommandResult(document, lambda stdout: _show_cut(stdout, explanation, received))
+
+
+def _explain_chunks(ui: Ui, start: Start) -> CommandResult:
+    """Returns what chunks of tokens save and cost, of each stage of a pipeline."""
+    from fxpar.ir.step import batch_symbol
+    from fxpar.layout.symbolic_sizes import symbol
+    from fxpar.rewrite.chunk_choice import cheapest, chunk_prices
+
+    if Property.STEP in start.program.properties:
+        reason, remedy = "its rows may be in chunks already", "name the model, or the text of a forward"
+        raise InputError(reason, where=start.name, remedy=remedy)
+    plan = start.program.plan
+    whole = dataclasses.replace(plan, communication=dataclasses.replace(plan.communication, token_chunks=1))
+    forward = dataclasses.replace(start, program=start.program.with_(plan=whole))
+    found = {stage: chunk_prices(step, symbol(batch_symbol(step))) for stage, step in steps(ui, forward, None)}
+    document = [
+        {
+            **({} if stage is None else {"stage": stage}),
+            "cheapest": dict(zip(("count", "phases"), cheapest(prices), strict=True)),
+            "prices": [{**dataclasses.asdict(price), "gain": price.gain} for price in prices],
+        }
+        for stage, prices in found.items()
+    ]
+
+    def show(stdout: Console) -> None:
+        for stage, prices in found.items():
+            count, phases = cheapest(prices)
+            _show_chunks(stdout, start.name if stage is None else f"{start.name}, stage {stage}", prices)
+            where = " and ".join(phase or "forward" for phase in phases)
+            stdout.print(f"cheapest: {count} chunks in the {where}" if phases else "cheapest: 1, no chunks pay")
+
+    return CommandResult(document, show)
+
+
+def _show_chunks(stdout: Console, name: str, prices: Sequence[ChunkPrice]) -> None:
+    rows = table("phase", *_PRICES)
+    for price in prices:
+        seconds = (price.products, price.whole, price.chunked, price.more, price.gain)
+        rows.add_row(price.phase or "forward", str(price.count), *map(time_text, seconds))
+    print_table(stdout, f"chunks of tokens: {name}", rows)
 
 
 def _show_cut(stdout: Console, cut: CutExplanation, received: Sequence[Received]) -> None:

@@ -59,3 +59,32 @@ def test_what_cannot_be_explained_is_bad_input(words: tuple[str, ...], message: 
     result = fxpar("explain", *words)
     assert result.status == 2
     assert message in result.err
+
+
+def test_chunks_of_tokens_are_explained_by_what_they_save_and_cost() -> None:
+    """Whatever the plan says of them."""
+    words = ("explain", TINY, "token-chunks", "--tp", "2", "--batch", "4", "--collective-transport", "copy")
+    cost = {
+        "bandwidth": 1e3,
+        "flops": 1e6,
+        "least_copy": 1,
+        "copy_latency": 0,
+        "kernel_latency": 0,
+        "multiprocessors": 1,
+    }
+    flags = [word for option, value in cost.items() for word in ("--cost", f"{option}={value}")]
+    (found,) = fxpar(*words, *flags, "--token-chunks", "4", "--json").document
+    assert {(price["phase"], price["count"]) for price in found["prices"]} == {
+        (p, n) for p in ("", "backward") for n in (2, 4)
+    }
+    best = max(found["prices"], key=lambda price: price["gain"])
+    assert best["gain"] > 0
+    assert found["cheapest"]["count"] > 1
+    text = fxpar(*words).out
+    assert "exposed without" in text
+    assert text.rstrip().endswith("cheapest: 1, no chunks pay")
+
+
+def test_chunks_of_each_stage() -> None:
+    found = fxpar("explain", TINY, "token-chunks", "--tp", "2", "--pp", "2", "--json").document
+    assert [stage["stage"] for stage in found] == [0, 1]

@@ -78,8 +78,8 @@ class GpuSymmetricBuffer(SymmetricBuffer):
                 remedy="call the model once with batches of these sizes before, or set Communication('nccl')",
             )
         local = symmetric.empty(size, dtype=torch.uint8, device=self.device)
-        # All ranks have zeroed their memory before any of them may write: a flag that came early would be wiped out, and
-        # so would one of `handle.barrier`, since the memory's own flags are zeroed by what is queued here too.
+        # All ranks have zeroed their memory before any of them may write: a flag that came early would be wiped out. So
+        # would one of `handle.barrier`: what zeroes the memory's own flags is queued here, too.
         local.zero_()
         torch.cuda.synchronize(self.device)
         group: Any = self.group  # newer versions of torch want a type of their own, which is a text
