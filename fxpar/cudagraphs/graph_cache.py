@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.cudagraphs.partial import GraphedForward, GraphedStep, StageStep
-from fxpar.cudagraphs.pool import CudaPool, Pool
-from fxpar.cudagraphs.stand_in import StandInPool
+from fxpar.cudagraphs.pool import CudaPool, Pool, StandInPool
 from fxpar.errors import InputError
 from fxpar.ir.program import describe, note
 from fxpar.plan.plan_options import CudaGraphs

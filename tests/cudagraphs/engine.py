@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.cudagraphs import transformer_engine
-from fxpar.cudagraphs.stand_in import StandInPool, Tape
+from fxpar.cudagraphs.pool import StandInPool, Tape
 from fxpar.runtime.graph_modes import recorder
 
 _WARM_UPS = 3

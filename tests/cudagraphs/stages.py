@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fxpar
 from fxpar.cudagraphs import graph_cache
 from fxpar.cudagraphs.partial import StageStep
-from fxpar.cudagraphs.stand_in import StandInPool, Tape
+from fxpar.cudagraphs.pool import StandInPool, Tape
 from fxpar.errors import FxparError, InputError
 from fxpar.peer_memory.compiler import symmetric_buffer
 from fxpar.pipeline.compiler.builtin_schedules import schedule_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpar
-from fxpar.cudagraphs.stand_in import StandInPool
+from fxpar.cudagraphs.pool import StandInPool
 from fxpar.errors import FxparError, InputError
 from fxpar.runtime.prefetch import poison
 from tests.cudagraphs import graphed

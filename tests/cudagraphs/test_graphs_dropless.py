@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxpar
 from fxpar.cudagraphs.partial import Replayed, dynamic_values
-from fxpar.cudagraphs.stand_in import StandInPool
+from fxpar.cudagraphs.pool import StandInPool
 from fxpar.runtime.calls import UnitCall, Values, freeing
 from tests.cudagraphs.graphed import deepseek_v3, equal_where_rows_are_counted, mixtral
 from tests.runtime.world import World
