@@ -29,12 +29,11 @@ from fxpar.ops.small_operators import function
 from fxpar.signatures.along import along_rules
 from fxpar.signatures.autograd_functions import nonlinearity
 from fxpar.signatures.engine import Refusal, Rule, Signature, infer, seed_signature
-from fxpar.signatures.gradients import gradient_rules
 from fxpar.signatures.indexing import indexing_rules
 from fxpar.signatures.matmul import contraction_rules, formula, matmul_rules
 from fxpar.signatures.op_call import OpCall, call_of, decides
 from fxpar.signatures.pointwise import complex_rules, pointwise_labels, pointwise_rules, random_rules
-from fxpar.signatures.reduce import reduction_rules
+from fxpar.signatures.reduce import gradient_rules, reduction_rules
 from fxpar.signatures.views import view_rules
 
 _RULES: dict[str, Rule] = {
