@@ -25,8 +25,7 @@ from fxpar.sharding.batch_sharding import peel_program, place_batch
 from fxpar.sharding.collapse import cheapest
 from fxpar.sharding.options import AxisOptions, Option, Value, held_over, list_options, value_of
 from fxpar.sharding.parameter_cuts import all_cuts, candidates
-from fxpar.sharding.prices import Prices
-from fxpar.sharding.problem import cost_of, problem_of
+from fxpar.sharding.problem import Prices, cost_of, problem_of
 from fxpar.sharding.shard_propagation import Arrived, Trail, Weights, follow
 
 # What a plan's split lines mean for parameters: for each its placement, with role and reason.

@@ -18,12 +18,12 @@ from fxpar.layout.layout import Placement
 from fxpar.rules import Refusal, call_of, seeded
 from fxpar.sharding.choose import Choice
 from fxpar.sharding.options import AxisOptions, Option, Value, value_of
-from fxpar.sharding.prices import Prices
+from fxpar.sharding.problem import Prices
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Times are seconds of a training step at the reference sizes of `fxpar.sharding.prices`.
+    """Times are seconds of a training step at the reference sizes of `fxpar.sharding.problem`.
 
     Attributes:
         node: name and place.

@@ -26,7 +26,7 @@ from fxpar.plan.cost import Cost
 from fxpar.plan.plan import Plan
 from fxpar.sharding.choose import Choice, place, solve
 from fxpar.sharding.options import AxisOptions, Value, list_options, value_of
-from fxpar.sharding.prices import Prices
+from fxpar.sharding.problem import Prices
 from fxpar.verify.values import call_inputs, program_state, verify_values
 from tests.layers import by_layer
 from tests.products import product

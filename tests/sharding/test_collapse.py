@@ -23,8 +23,7 @@ from fxpar.sharding import collapse
 from fxpar.sharding.choose import _ends
 from fxpar.sharding.collapse import cheapest, collapsed
 from fxpar.sharding.options import list_options
-from fxpar.sharding.prices import Prices
-from fxpar.sharding.problem import Given, Problem, cost_of, minimum, problem_of
+from fxpar.sharding.problem import Given, Prices, Problem, cost_of, minimum, problem_of
 
 WIDTH = 8
 
