@@ -43,8 +43,8 @@ from fxpar.ir.step import (
 )
 from fxpar.layout.layout import P, Placement, R
 from fxpar.layout.symbolic_sizes import names, symbol
+from fxpar.manager import Expressions
 from fxpar.ops.collectives import COERCION_OF, all_reduce_coalesced, sum_gradients
-from fxpar.ops.dataflow import Expressions
 from fxpar.ops.operator import alike
 from fxpar.ops.token_chunks import merged
 from fxpar.passes.differentiate import forward_of, of_outputs

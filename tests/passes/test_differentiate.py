@@ -11,8 +11,7 @@ from torch import Tensor, fx, nn
 
 from fxpar.compile import compile_model, compile_step
 from fxpar.errors import FxparError
-from fxpar.manager import PassManager
-from fxpar.ops.dataflow import has_same_dataflow
+from fxpar.manager import PassManager, has_same_dataflow
 from fxpar.passes.differentiate import differentiate, forward_of
 from fxpar.plan.plan import Plan
 from fxpar.rewrite.forms import DerivativeCache

@@ -16,8 +16,7 @@ from fxpar.cost.layers import Rows, behind_rows, longest, parts, row_runs
 from fxpar.errors import CheckFailed, TextError
 from fxpar.ir.program import Program, note
 from fxpar.ir.regions import inlined, region_of, regions
-from fxpar.manager import PassManager
-from fxpar.ops.dataflow import has_same_dataflow
+from fxpar.manager import PassManager, has_same_dataflow
 from fxpar.passes.outline_layers import outline_layers
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program

@@ -14,8 +14,7 @@ from fxpar.ir.program import Program, note, output_node, update
 from fxpar.ir.regions import inlined
 from fxpar.ir.stages import stages_of
 from fxpar.ir.step import BACKWARD, PHASES, WEIGHT, is_input_gradient
-from fxpar.manager import PassManager
-from fxpar.ops.dataflow import has_same_dataflow
+from fxpar.manager import PassManager, has_same_dataflow
 from fxpar.passes.split_backward import split_backward
 from fxpar.plan.plan import Plan
 from fxpar.plan.plan_options import Pipeline

@@ -11,8 +11,7 @@ import torch
 
 from fxpar.errors import CheckFailed, FxparError, PassError
 from fxpar.ir.program import Program
-from fxpar.manager import Pass, PassManager, register_pass
-from fxpar.ops.dataflow import has_same_dataflow
+from fxpar.manager import Pass, PassManager, has_same_dataflow, register_pass
 from fxpar.plan.plan_options import Communication
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
