@@ -26,10 +26,9 @@ from fxpar.layout.symbolic_sizes import Size, divide, names
 from fxpar.ops.operator import TORCH_OPERATORS, Operator
 from fxpar.ops.registry import COMPOSITE_OF, OPERATORS
 from fxpar.ops.small_operators import function
-from fxpar.signatures.along import along_rules
 from fxpar.signatures.autograd_functions import nonlinearity
 from fxpar.signatures.engine import Refusal, Rule, Signature, infer, seed_signature
-from fxpar.signatures.indexing import indexing_rules
+from fxpar.signatures.indexing import along_rules, indexing_rules
 from fxpar.signatures.matmul import contraction_rules, formula, matmul_rules
 from fxpar.signatures.op_call import OpCall, call_of, decides
 from fxpar.signatures.pointwise import complex_rules, pointwise_labels, pointwise_rules, random_rules
