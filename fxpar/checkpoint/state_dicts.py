@@ -31,7 +31,7 @@ from fxpar.checkpoint.safetensors_files import (
 )
 from fxpar.errors import CheckpointError
 from fxpar.layout.layout import Layout
-from fxpar.ops.mesh_process_groups import process_group
+from fxpar.ops.process_group import process_group
 from fxpar.runtime.shard_spec import ModelTensor, ShardSpec
 from fxpar.runtime.sharded import Sharded, local_of, whole_of
 from fxpar.runtime.sharded_ops import part_of

@@ -38,8 +38,7 @@ from torch._dynamo.comptime import comptime
 from torch.distributed import distributed_c10d as c10d
 
 from fxpar.errors import InputError, RankError, shorter
-from fxpar.ops.mesh_process_groups import limit_of_cpus, process_group
-from fxpar.ops.process_group import Group
+from fxpar.ops.process_group import Group, limit_of_cpus, process_group
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -33,8 +33,7 @@ from fxpar.layout.symbolic_sizes import names
 from fxpar.mesh.axes import DENSE, PURPOSES, Cuts
 from fxpar.mesh.mesh import Mesh
 from fxpar.ops.collectives import COERCION_OF
-from fxpar.ops.mesh_process_groups import process_group
-from fxpar.ops.process_group import Group
+from fxpar.ops.process_group import Group, process_group
 from fxpar.ops.vocabulary import embedding
 from fxpar.rewrite.means import CLASS_LOSSES
 from fxpar.rules import bind_arguments, rule_of

@@ -21,8 +21,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from fxpar.errors import InputError
 from fxpar.layout.layout import Layout, Placement, shard
 from fxpar.layout.shards import Box, block, boxes, counted, local_block, part_shape, real_part, whole
-from fxpar.ops.mesh_process_groups import process_group
-from fxpar.ops.process_group import Group
+from fxpar.ops.process_group import Group, process_group
 from fxpar.runtime.world import World
 from fxpar.torch_internals import disable_current_modes
 

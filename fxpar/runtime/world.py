@@ -20,7 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxpar.errors import PlanError, RankError
 from fxpar.mesh.axes import PURPOSES, Cuts, joined_names
 from fxpar.mesh.mesh import Mesh
-from fxpar.ops.mesh_process_groups import (
+from fxpar.ops.process_group import (
+    Group,
+    broadcast,
     close_abandoned,
     create_groups,
     device_mesh,
@@ -28,7 +30,6 @@ from fxpar.ops.mesh_process_groups import (
     process_group,
     refuse_group,
 )
-from fxpar.ops.process_group import Group, broadcast
 from fxpar.plan.plan import Plan
 from fxpar.runtime.alarm import abort_groups, hosts
 from fxpar.runtime.rank_consensus import Agreement, connected, plan_facts

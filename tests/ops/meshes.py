@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fxpar.mesh.mesh import Mesh
-from fxpar.ops.mesh_process_groups import create_groups, device_mesh, process_group
-from fxpar.ops.process_group import Group
+from fxpar.ops.process_group import Group, create_groups, device_mesh, process_group
 from fxpar.plan.plan import Plan
 from fxpar.runtime.world import connect, join
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 import fxpar
 from fxpar.checkpoint.parallel_module import ParallelModule
 from fxpar.errors import FxparError
-from fxpar.ops.mesh_process_groups import close_abandoned
+from fxpar.ops.process_group import close_abandoned
 from fxpar.runtime.sharded import local_of, whole_of
 from tests.runtime import models
 from tests.zoo import CASES, VOCABULARY

@@ -25,8 +25,7 @@ from fxpar.errors import PlanError, RankError
 from fxpar.ir.program import Program, has_note, note
 from fxpar.ir.regions import inlined
 from fxpar.mesh.axes import joined_names
-from fxpar.ops.mesh_process_groups import process_group
-from fxpar.ops.process_group import Group
+from fxpar.ops.process_group import Group, process_group
 from fxpar.peer_memory.compiler import symmetric_buffer
 from fxpar.peer_memory.compiler.symmetric_buffer import CpuSymmetricBuffer, machine
 from fxpar.peer_memory.runtime.device import GpuSymmetricBuffer, allow_while_captured, current_stream, end_process

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.errors import InputError
-from fxpar.ops.mesh_process_groups import hold, process_group, refuse_group
-from fxpar.ops.process_group import Group
+from fxpar.ops.process_group import Group, hold, process_group, refuse_group
 from fxpar.peer_memory.compiler.symmetric_buffer import registered_buffer, slot
 from fxpar.pipeline.compiler.schedules import Schedule
 from fxpar.pipeline.compiler.simulation import Channel, Kind, Message, VerifiedSchedule, channel_of

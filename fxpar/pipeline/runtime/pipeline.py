@@ -20,8 +20,7 @@ from fxpar.errors import InputError
 from fxpar.ir.program import Program, tensor_type
 from fxpar.ir.stages import Stage, holders, received_name
 from fxpar.ir.step import RNG_PATH, buffer_name, is_buffer, is_excess, written
-from fxpar.ops.mesh_process_groups import hold
-from fxpar.ops.process_group import Group, max_over, sum_over
+from fxpar.ops.process_group import Group, hold, max_over, sum_over
 from fxpar.pipeline.compiler.builtin_schedules import schedule_of
 from fxpar.pipeline.compiler.schedules import Action, Phase, Schedule
 from fxpar.pipeline.compiler.simulation import Kind, VerifiedSchedule, received, sent

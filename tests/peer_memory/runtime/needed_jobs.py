@@ -105,7 +105,7 @@ def beside_nccl(options: dict[str, Any]) -> tuple[float, float]:
 
 def each_way(dtype: torch.dtype, lead: tuple[int, ...], tokens: int, choices: int) -> list[str]:
     """What copies of rows give, beside the process group; those that differ. Some tokens chose nobody's expert."""
-    from fxpar.ops.mesh_process_groups import process_group
+    from fxpar.ops.process_group import process_group
     from fxpar.runtime.world import connect, join
 
     size = dist.get_world_size()

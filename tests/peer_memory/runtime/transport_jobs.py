@@ -157,7 +157,7 @@ def broken_off() -> str:
 
 
 def _world() -> tuple[World, CpuSymmetricBuffer]:
-    from fxpar.ops.mesh_process_groups import process_group
+    from fxpar.ops.process_group import process_group
     from fxpar.runtime.world import connect, join
 
     size = torch.distributed.get_world_size()
