@@ -392,22 +392,27 @@ Passes = Annotated[
 def command(app: typer.Typer, body: Callable[..., CommandResult]) -> None:
     """Makes a function a command of its name.
 
-    The function takes a `Ui` and, if its second parameter is a `Request`, the options of `_request`; if it is another
-    record, a flag for each field of that. Further parameters are options of its own. The command has `--json` too,
+    The function takes a `Ui`. For a parameter that is a `Request` the command has the options of `_request`, for
+    another record one for each field of that. Further parameters are options as they are. The command has `--json` too,
     prints the report and turns errors of fxpar into one paragraph and an exit status.
     """
     hints = typing.get_type_hints(body, include_extras=True)
-    declared = list(inspect.signature(body).parameters.values())[1:]
-    shared, make = _record_options(hints[declared[0].name]) if declared else ([], None)
-    declared = [p.replace(annotation=hints[p.name]) for p in declared[make is not None :]]
-    flag = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in [*shared, *declared]]
+    records: dict[str, tuple[list[inspect.Parameter], Callable[..., Any]]] = {}
+    declared: list[inspect.Parameter] = []
+    for parameter in list(inspect.signature(body).parameters.values())[1:]:
+        options, make = _record_options(hints[parameter.name])
+        if make is not None:
+            records[parameter.name] = options, make
+        declared += options or [parameter.replace(annotation=hints[parameter.name])]
+    flag = _option("json", False, Json)
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in declared]
 
     @functools.wraps(body)
     def run(*, json: bool, **values: Any) -> None:
         def work(ui: Ui) -> CommandResult:
-            record = () if make is None else (make(**{p.name: values.pop(p.name) for p in shared}),)
-            return body(ui, *record, **values)
+            for name, (options, make) in records.items():
+                values[name] = make(**{option.name: values.pop(option.name) for option in options})
+            return body(ui, **values)
 
         _run(work, Ui(json))
 
@@ -423,12 +428,20 @@ def _record_options(kind: Any) -> tuple[list[inspect.Parameter], Callable[..., A
         return _shared_parameters(), _request
     if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
         return [], None
+    hints = typing.get_type_hints(kind, include_extras=True)
+    if all(typing.get_origin(hint) is Annotated for hint in hints.values()):  # fields that are options themselves
+        fields = dataclasses.fields(kind)
+        return [_option(field.name, field.default, hints[field.name]) for field in fields], kind
     flags = [_flag("", kind, field.name) for field in dataclasses.fields(kind)]
 
     def make(**values: Any) -> Any:
         return kind(**{f.field: f.change(None, values[f.key]) for f in flags if is_given(values[f.key])})
 
     return [flag.parameter for flag in flags], make
+
+
+def _option(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _run(work: Callable[[Ui], CommandResult], ui: Ui) -> None:

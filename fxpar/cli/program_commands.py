@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -235,18 +236,25 @@ def _contract(item: Pass) -> dict[str, Any]:
     }
 
 
-def run(
-    ui: Ui,
-    request: Request,
-    until: Annotated[str | None, typer.Option(metavar="PASS", help="stop after this pass")] = None,
+@dataclass(frozen=True)
+class PassOptions:
+    """How far the passes run, and which texts they leave."""
+
+    until: Annotated[str | None, typer.Option(metavar="PASS", help="stop after this pass")] = None
     dump: Annotated[
         str | None,
         typer.Option(metavar="DIR", help="write NN-pass.txt after each pass, and what checks by value need"),
-    ] = None,
+    ] = None
     print_after: Annotated[
         list[str] | None, typer.Option(metavar="PASS", help="print the text after this pass; repeatable")
-    ] = None,
-    print_final: Annotated[bool, typer.Option("--print", help="print the text after the last pass")] = False,
+    ] = None
+    print_final: Annotated[bool, typer.Option("--print", help="print the text after the last pass")] = False
+
+
+def run(
+    ui: Ui,
+    request: Request,
+    options: PassOptions,
     step: Annotated[bool, typer.Option("--step", help="make the training step too, forward and backward")] = False,
     passes: Passes = None,
     of_stage: OfStage = None,
@@ -261,8 +269,8 @@ def run(
     from fxpar.passes import STEP_PASSES
     from fxpar.text.printing import print_program
 
-    chosen = load_passes(passes)
-    named = {name for name in (until, *(print_after or ())) if name is not None}
+    chosen, until, dump, printed = load_passes(passes), options.until, options.dump, options.print_after or ()
+    named = {name for name in (until, *printed) if name is not None}
     step = step or not named <= {item.name for item in chosen}
     if step:
         chosen = (*chosen, *(item for item in STEP_PASSES if item not in chosen))
@@ -270,7 +278,7 @@ def run(
     is_step = step and (until or "") not in {item.name for item in chosen if item not in STEP_PASSES}
     check_stage(start, of_stage, needed=is_step)
     findings = compared(ui, start)
-    folder, printed = Path(dump) if dump is not None else None, print_after or ()
+    folder = Path(dump) if dump is not None else None
     if of_stage is None:
         program, texts = run_passes(ui, start, chosen, until, folder, printed)
     else:
@@ -286,8 +294,8 @@ def run(
         "dump": dump,
         "texts": texts,
     }
-    final = print_program(program) if print_final else ""
-    if print_final:
+    final = print_program(program) if options.print_final else ""
+    if options.print_final:
         document["text"] = final
 
     def show(stdout: Console) -> None:

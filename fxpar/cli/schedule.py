@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Annotated, Any
@@ -198,11 +199,13 @@ def _legend(proof: VerifiedSchedule, all_phases: list[Phase]) -> Iterator[str]:
 _ROWS = 64  # ranks that the table lists
 
 
-def schedule(
-    ui: Ui,
-    pp: Annotated[int | None, number_option("ranks of the pipeline (default: those of the file)")] = None,
-    microbatches: Annotated[int | None, number_option("microbatches of a step (default: those of the file)")] = None,
-    virtual_stages: Annotated[int | None, number_option("stages a rank (default: those of the file, or 1)")] = None,
+@dataclass(frozen=True)
+class ScheduleRequest:
+    """Which schedule is shown: by a name with its sizes, or from a file."""
+
+    pp: Annotated[int | None, number_option("ranks of the pipeline (default: those of the file)")] = None
+    microbatches: Annotated[int | None, number_option("microbatches of a step (default: those of the file)")] = None
+    virtual_stages: Annotated[int | None, number_option("stages a rank (default: those of the file, or 1)")] = None
     name: Annotated[
         str | None,
         typer.Option(
@@ -210,14 +213,19 @@ def schedule(
             metavar="NAME",
             help=f"{', '.join(SCHEDULES)} (default: 1f1b, with several stages a rank interleaved_1f1b)",
         ),
-    ] = None,
+    ] = None
     group_size: Annotated[
         int | None, number_option("microbatches that run on a stage before the rank's next stage (default: pp)")
-    ] = None,
+    ] = None
     file: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="a schedule of your own: a line for each rank, as in 0F0,0F1,0B0,0B1"),
-    ] = None,
+    ] = None
+
+
+def schedule(
+    ui: Ui,
+    request: ScheduleRequest,
     costs: Annotated[
         str | None,
         typer.Option(metavar="F,I,W", help="time of forward, input and weight part of a backward (default: 1,1,1)"),
@@ -226,14 +234,7 @@ def schedule(
     picture: Annotated[str | None, typer.Option("--svg", metavar="FILE", help="draw all ranks into this file")] = None,
 ) -> CommandResult:
     """Prints what each rank of a pipeline runs, and proves that all ranks together finish."""
-    if file is None:
-        schedule = _named(name, pp, microbatches, virtual_stages, group_size)
-    else:
-        refused = {"--schedule": name, "--group-size": group_size}
-        options = [option for option, value in refused.items() if value is not None]
-        if options:
-            raise InputError(f"says nothing of {file}, which has its order", where=options[0], remedy="leave it out")
-        schedule = read_schedule(Path(file), pp=pp, virtual_stages=virtual_stages, microbatches=microbatches)
+    schedule = _named(request) if request.file is None else _read(request, request.file)
     if rank is not None and rank not in range(schedule.pp):
         raise InputError(f"there is no rank {rank}", where="--rank", remedy=f"choose from 0–{schedule.pp - 1}")
     proof = verified(schedule, costs=_costs(costs))
@@ -242,15 +243,24 @@ def schedule(
     return _report_all(proof, picture) if rank is None else _report_one(proof, rank, picture, ui)
 
 
-def _named(
-    name: str | None, pp: int | None, microbatches: int | None, virtual_stages: int | None, group_size: int | None
-) -> Schedule:
+def _named(request: ScheduleRequest) -> Schedule:
+    pp, microbatches = request.pp, request.microbatches
     if pp is None or microbatches is None:
         missing = "--pp" if pp is None else "--microbatches"
         raise InputError("is not given", where=missing, remedy="give it, or a --file that says it")
-    stages = 1 if virtual_stages is None else virtual_stages
-    name = name or ("1f1b" if stages == 1 else "interleaved_1f1b")
-    return build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=stages, group_size=group_size)
+    stages = 1 if request.virtual_stages is None else request.virtual_stages
+    name = request.name or ("1f1b" if stages == 1 else "interleaved_1f1b")
+    groups = request.group_size
+    return build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=stages, group_size=groups)
+
+
+def _read(request: ScheduleRequest, file: str) -> Schedule:
+    refused = {"--schedule": request.name, "--group-size": request.group_size}
+    options = [option for option, value in refused.items() if value is not None]
+    if options:
+        raise InputError(f"says nothing of {file}, which has its order", where=options[0], remedy="leave it out")
+    pp, stages = request.pp, request.virtual_stages
+    return read_schedule(Path(file), pp=pp, virtual_stages=stages, microbatches=request.microbatches)
 
 
 def _costs(text: str | None) -> Costs:

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from fxpar.cli.output import Ui
-from fxpar.cli.schedule import schedule
+from fxpar.cli.schedule import ScheduleRequest, schedule
 from fxpar.pipeline.compiler.builtin_schedules import SCHEDULES, build_schedule
 from fxpar.pipeline.compiler.schedules import print_schedule
 from tests.cli.tool import fxpar
@@ -125,7 +125,7 @@ def test_many_ranks_are_cut_and_the_grid_says_so() -> None:
 def test_a_terminal_gets_a_colour_for_each_phase_and_chunk() -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, color_system="truecolor", width=80, markup=False)
-    schedule(Ui(False), pp=2, virtual_stages=2, microbatches=2).show(console)
+    schedule(Ui(False), ScheduleRequest(pp=2, virtual_stages=2, microbatches=2)).show(console)
     styled = dict(re.findall(r"48;2;(\d+;\d+;\d+)m([0-9][FB])", stream.getvalue()))
     assert len(styled) == 4  # forward and backward, each of two chunks
     assert re.search(r"48;2;207;227;245m0F0\x1b\[0m ", stream.getvalue())  # the blank behind has none
