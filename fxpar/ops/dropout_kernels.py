@@ -56,9 +56,9 @@ class DropoutShard(NamedTuple):
         return self.run, self.ranks, (self.origin ^ _SIGN) - _SIGN, int(self.p * 2**32) - _SIGN
 
     @property
-    def kinds(self) -> dict[str, bool]:
-        """Returns what kernels are compiled for."""
-        return {"IS_CUT": self.ranks > 1, "IS_MOVED": self.unit > 0, "IS_OPERAND": self.origin == 0}
+    def kinds(self) -> tuple[bool, ...]:
+        """Returns what kernels are compiled for: runs are shared out, rows are before, the identity is in memory."""
+        return self.ranks > 1, self.unit > 0, self.origin == 0
 
     def runs_are(self, units: int) -> bool:
         """Returns whether runs consist of so many elements each."""
@@ -66,8 +66,12 @@ class DropoutShard(NamedTuple):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _index(local, rank_ptr, offset_ptr, run, ranks, IS_CUT: tl.constexpr, IS_MOVED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _index(local, tensors, numbers, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """Numbers in the whole tensor of elements of the rank's, of which there are less than 2^31."""
+    IS_CUT: tl.constexpr = KIND[0]
+    IS_MOVED: tl.constexpr = KIND[1]
+    _, rank_ptr, offset_ptr, _ = tensors
+    run, ranks, _, _ = numbers
     index = local.to(tl.int64)
     if IS_CUT:
         index = ((local // run).to(tl.int64) * ranks + tl.load(rank_ptr)) * run + local % run
@@ -77,41 +81,38 @@ def _index(local, rank_ptr, offset_ptr, run, ranks, IS_CUT: tl.constexpr, IS_MOV
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _identity(tensors, numbers, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The identity of the draw."""
+    IS_OPERAND: tl.constexpr = KIND[2]
+    _, _, _, identity_ptr = tensors
+    _, _, origin, _ = numbers
+    if IS_OPERAND:
+        origin = tl.load(identity_ptr)
+    return origin
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _dropout_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    y_ptr,
-    rng_ptr,
-    rank_ptr,
-    offset_ptr,
-    identity_ptr,
-    run,
-    ranks,
-    origin,
-    threshold,
-    count,
-    scale,
-    IS_CUT: tl.constexpr,
-    IS_MOVED: tl.constexpr,
-    IS_OPERAND: tl.constexpr,
-    IN_FOURS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, y_ptr, tensors, numbers, count, scale, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
     """A program keeps or drops `BLOCK` consecutive elements of the rank's tensor.
 
-    Where runs consist of whole counters (`IN_FOURS`), a lane draws the four words of one counter for four elements.
+    Args:
+        tensors: of a `DropoutShard`, and so `numbers`.
+        KIND: its kinds, and whether runs consist of whole counters: a lane then draws the four words of one counter for
+            four elements.
     """
+    IN_FOURS: tl.constexpr = KIND[3]
     start = tl.program_id(0) * BLOCK
-    if IS_OPERAND:
-        origin = tl.load(identity_ptr)
+    rng_ptr, threshold, origin = tensors[0], numbers[3], _identity(tensors, numbers, KIND)
     if IN_FOURS:
         local = start + tl.arange(0, BLOCK // 4) * 4
-        index = _index(local, rank_ptr, offset_ptr, run, ranks, IS_CUT, IS_MOVED)
-        w0, w1, w2, w3 = drawn(index >> 2, rng_ptr, origin)
+        w0, w1, w2, w3 = drawn(_index(local, tensors, numbers, KIND) >> 2, rng_ptr, origin)
         # Interleaving alternates two vectors. In this order the four words of a lane are neighbours, w0 w1 w2 w3.
         word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     else:
         local = start + tl.arange(0, BLOCK)
-        word = one_word(_index(local, rank_ptr, offset_ptr, run, ranks, IS_CUT, IS_MOVED), rng_ptr, origin)
+        word = one_word(_index(local, tensors, numbers, KIND), rng_ptr, origin)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + place, mask=place < count, other=0.0)
     y = tl.where(stays(word, threshold), x.to(tl.float32) * scale, 0.0)
@@ -120,36 +121,20 @@ def _dropout_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _draw_kernel(  # type: ignore[no-untyped-def]
-    words_ptr,
-    rng_ptr,
-    rank_ptr,
-    offset_ptr,
-    identity_ptr,
-    run,
-    ranks,
-    origin,
-    threshold,
-    count,
-    IS_CUT: tl.constexpr,
-    IS_MOVED: tl.constexpr,
-    IS_OPERAND: tl.constexpr,
-    IN_FOURS: tl.constexpr,
-    IN_WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    words_ptr, tensors, numbers, count, KIND: tl.constexpr, IN_WORDS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """A program draws `BLOCK` words; where runs do not consist of whole words, each bit by itself."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     local = (place * 32).to(tl.int32)
-    if IS_OPERAND:
-        origin = tl.load(identity_ptr)
+    IN_FOURS: tl.constexpr = KIND[3]
+    rng_ptr, threshold, origin = tensors[0], numbers[3], _identity(tensors, numbers, KIND)
     if IN_WORDS:
-        first = _index(local, rank_ptr, offset_ptr, run, ranks, IS_CUT, IS_MOVED)
-        words = packed(first, rng_ptr, origin, threshold, IN_FOURS)
+        words = packed(_index(local, tensors, numbers, KIND), rng_ptr, origin, threshold, IN_FOURS)
     else:
         words = tl.zeros_like(local)
         for i in range(32):
-            index = _index(local + i, rank_ptr, offset_ptr, run, ranks, IS_CUT, IS_MOVED)
-            words |= stays(one_word(index, rng_ptr, origin), threshold).to(tl.int32) << i
+            word = one_word(_index(local + i, tensors, numbers, KIND), rng_ptr, origin)
+            words |= stays(word, threshold).to(tl.int32) << i
     tl.store(words_ptr + place, words, mask=place * 32 < count)
 
 
@@ -159,12 +144,11 @@ def dropout(x: Tensor, cut: DropoutShard) -> Tensor:
     _dropout_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
         x,
         y,
-        *cut.tensors,
-        *cut.numbers,
+        cut.tensors,
+        cut.numbers,
         x.numel(),
         1.0 / (1.0 - cut.p),
-        **cut.kinds,
-        IN_FOURS=cut.runs_are(4) and cut.unit % 4 == 0,
+        KIND=(*cut.kinds, cut.runs_are(4) and cut.unit % 4 == 0),
         BLOCK=_BLOCK,
     )
     return y
@@ -175,11 +159,10 @@ def draw(cut: DropoutShard, count: int) -> Tensor:
     words = torch.empty(triton.cdiv(count, 32), dtype=torch.int32, device=cut.rng.device)
     _draw_kernel[(triton.cdiv(words.numel(), _WORDS),)](
         words,
-        *cut.tensors,
-        *cut.numbers,
+        cut.tensors,
+        cut.numbers,
         count,
-        **cut.kinds,
-        IN_FOURS=cut.unit % 4 == 0,
+        KIND=(*cut.kinds, cut.unit % 4 == 0),
         IN_WORDS=cut.runs_are(32),
         BLOCK=_WORDS,
     )

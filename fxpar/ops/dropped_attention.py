@@ -137,12 +137,9 @@ def drawn_probabilities(
         # A kernel takes a pointer in any case. Without its flag it does not read there.
         tuple(rng if operand is None else operand for operand in (rng, identity, rows_before, heads_before)),
         # The same 32 bits as a signed number.
-        (origin ^ _SIGN) - _SIGN if identity is None else 0,
-        int(p * 2**32) - _SIGN,
+        ((origin ^ _SIGN) - _SIGN if identity is None else 0, int(p * 2**32) - _SIGN),
         CAUSAL=is_causal,
-        MOVED=(rows_before is not None, heads_before is not None),
-        IS_OPERAND=identity is not None,
-        IN_FOURS=width % 4 == 0,
+        KIND=(rows_before is not None, heads_before is not None, identity is not None, width % 4 == 0),
         ROWS=rows,
         WORDS=per_program,
         num_warps=warps,
@@ -187,19 +184,11 @@ def dropped_attention(
     common = _Common.of(query, key, value, mask, p, is_causal)
     tiles = _tiles("forward", common.columns, query.device)
     kernels.forward_kernel[batch * heads, _ceil(height, tiles.queries)](
-        query,
-        key,
-        value,
-        common.mask,
-        words,
-        out,
-        log_sum,
-        *(_at(x) for x in (query, key, value)),
-        common.mask_at,
-        _at(out),
+        (query, key, value, common.mask, words, out, log_sum),
+        (*(_at(x) for x in (query, key, value)), common.mask_at, _at(out)),
         common.sizes,
         # The kernel computes exp2, which a GPU has as an instruction, in place of exp.
-        scale=scale * _LOG2E,
+        (scale * _LOG2E, common.keep),
         **tiles.options(),
         **common.options,
     )
@@ -246,19 +235,19 @@ def dropped_attention_gradient(
     programs = query.shape[0] * query.shape[1]
     tiles = _tiles("queries", common.columns, query.device)
     kernels.queries_kernel[programs, _ceil(query.shape[-2], tiles.queries)](
-        *(*read, out, log_sum, total, of_query),
-        *(*read_at, _at(out), _at(of_query)),
+        (*read, out, log_sum, total, of_query),
+        (*read_at, _at(out), _at(of_query)),
         common.sizes,
-        scale=scale,
+        (scale, common.keep),
         **tiles.options(),
         **common.options,
     )
     tiles = _tiles("keys", common.columns, query.device)
     kernels.keys_kernel[programs, _ceil(key.shape[-2], tiles.keys)](
-        *(*read, log_sum, total, of_key, of_value),
-        *(*read_at, _at(of_key), _at(of_value)),
+        (*read, log_sum, total, of_key, of_value),
+        (*read_at, _at(of_key), _at(of_value)),
         common.sizes,
-        scale=scale,
+        (scale, common.keep),
         **tiles.options(),
         **common.options,
     )
@@ -300,33 +289,29 @@ def _at(x: Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Common:
-    """What all kernels that compute attention take: `mask`, its strides, sizes, and named options.
+    """What all kernels that compute attention take: `mask`, its strides, sizes, a factor, and named options.
 
-    `columns` are those of the widest tile.
+    `columns` are those of the widest tile; `keep` is what probabilities that stay are multiplied by.
     """
 
     mask: Tensor
     mask_at: tuple[int, ...]
     sizes: tuple[int, ...]
     columns: int
+    keep: float
     options: dict[str, Any]
 
     @staticmethod
     def of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, is_causal: bool) -> _Common:
         (_, heads, height, d), (width, of_value) = query.shape, value.shape[-2:]
-        options = {
-            "keep": 1.0 / (1.0 - p),
-            "CAUSAL": is_causal,
-            "MASKED": mask is not None,
-            "D": _parts(d),
-            "DV": _parts(of_value),
-        }
+        options = {"KIND": (is_causal, mask is not None), "D": _parts(d), "DV": _parts(of_value)}
         return _Common(
             # A kernel takes a pointer in any case. Without MASKED it does not read there.
             query if mask is None else mask,
             (0, 0, 0, 0) if mask is None else mask.expand(*query.shape[:-1], width).stride(),
             (heads, heads, height, width, d, of_value),
             max(_padded(d), _padded(of_value)),
+            1.0 / (1.0 - p),
             options,
         )
 
@@ -345,9 +330,9 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
 
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         """Returns what a kernel takes of it."""
-        return {"M": self.queries, "N": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+        return {"TILE": (self.queries, self.keys), "num_warps": self.warps, "num_stages": self.stages}
 
 
 def _tiles(kind: str, columns: int, device: torch.device) -> Tiles:

@@ -3,6 +3,10 @@
 A head is a tile in one part, or in two where that leaves out padding (`D`, `DV`: columns of the parts, the second of
 which may have none): 96 columns are 64 and 32. Which probabilities stay is read as bits: a word is 32 keys of a query,
 and words of one place are neighbours along the queries, so that a tile's are loaded as its rows' sums are.
+
+What kernels of attention take: `tensors` and the `strides` of all but words and sums, `sizes`, and as `factors` the
+scale of the scores and what probabilities that stay are multiplied by. `KIND` says whether queries see keys up to their
+position and whether there is a mask; `TILE` has the queries and the keys of a tile.
 """
 
 from __future__ import annotations
@@ -24,24 +28,28 @@ def draw_kernel(  # type: ignore[no-untyped-def]
     words_ptr,
     sizes,
     bits,
-    origin,
-    threshold,
+    draw,
     CAUSAL: tl.constexpr,
-    MOVED: tl.constexpr,
-    IS_OPERAND: tl.constexpr,
-    IN_FOURS: tl.constexpr,
+    KIND: tl.constexpr,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     """A program draws up to `WORDS` words of each of `ROWS` queries of a head; words of which no key is seen are left.
 
     `bits` are the generator's state, the identity of the draw, and rows of the batch and heads before this rank's.
+    `draw` is the identity as a number, and the threshold. `KIND` says whether there are rows before, heads before and
+    the identity in memory, and whether rows consist of whole counters.
     """
     _, all_heads, height, width = sizes
     row, head = _head(sizes)
-    if MOVED[0]:
+    origin, threshold = draw
+    IS_ROW_MOVED: tl.constexpr = KIND[0]
+    IS_HEAD_MOVED: tl.constexpr = KIND[1]
+    IS_OPERAND: tl.constexpr = KIND[2]
+    IN_FOURS: tl.constexpr = KIND[3]
+    if IS_ROW_MOVED:
         row += tl.load(bits[2])
-    if MOVED[1]:
+    if IS_HEAD_MOVED:
         head += tl.load(bits[3])
     if IS_OPERAND:
         origin = tl.load(bits[1])
@@ -149,12 +157,14 @@ def _scaled(sums, factor, D: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scores(  # type: ignore[no-untyped-def]
-    score, row, column, sizes, mask_ptr, mask_at, CHECKED: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr
+    score, row, column, sizes, mask_ptr, mask_at, CHECKED: tl.constexpr, KIND: tl.constexpr
 ):
     """Scores in units of log 2, minus infinity where a query sees no key; unless `CHECKED`, it is to see all.
 
     Rows and columns are numbers of queries and keys, of which one is the first dimension.
     """
+    CAUSAL: tl.constexpr = KIND[0]
+    MASKED: tl.constexpr = KIND[1]
     if MASKED:
         is_inside = (row < sizes[2]) & (column < sizes[3])
         places = row.to(tl.int64) * mask_at[2] + column.to(tl.int64) * mask_at[3]
@@ -182,29 +192,15 @@ def _seen(block, width, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr):
 # All probabilities are summed, also those that are dropped: dropout comes after the softmax.
 @triton.jit  # type: ignore[untyped-decorator]
 def forward_kernel(  # type: ignore[no-untyped-def]
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    mask_ptr,
-    words_ptr,
-    out_ptr,
-    log_sum_ptr,
-    q_at,
-    k_at,
-    v_at,
-    mask_at,
-    out_at,
-    sizes,
-    scale,
-    keep,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
+    tensors, strides, sizes, factors, KIND: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr
 ):
     """A program has `M` queries of a head, and passes over the keys that they see, `N` at a time."""
+    q_ptr, k_ptr, v_ptr, mask_ptr, words_ptr, out_ptr, log_sum_ptr = tensors
+    q_at, k_at, v_at, mask_at, out_at = strides
+    scale, keep = factors
+    M: tl.constexpr = TILE[0]
+    N: tl.constexpr = TILE[1]
+    CAUSAL: tl.constexpr = KIND[0]
     _, _, height, width, d, dv = sizes
     batch, head = _head(sizes)
     q_ptr += batch * q_at[0] + head * q_at[1]
@@ -225,7 +221,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
             k = _tile(k_ptr, columns, k_at[2], width, d, D)
             v = _tile(v_ptr, columns, v_at[2], width, dv, DV)
             score = _products(q, k, D) * scale
-            score = _scores(score, rows[:, None], columns[None, :], sizes, mask_ptr, mask_at, CHECKED, CAUSAL, MASKED)
+            score = _scores(score, rows[:, None], columns[None, :], sizes, mask_ptr, mask_at, CHECKED, KIND)
             new = tl.maximum(largest, tl.max(score, 1))
             safe = tl.where(new == float("-inf"), 0.0, new)  # of a row that has seen no key yet
             p = tl.exp2(score - safe[:, None])
@@ -245,38 +241,19 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def queries_kernel(  # type: ignore[no-untyped-def]
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    mask_ptr,
-    words_ptr,
-    gradient_ptr,
-    out_ptr,
-    log_sum_ptr,
-    total_ptr,
-    of_q_ptr,
-    q_at,
-    k_at,
-    v_at,
-    mask_at,
-    gradient_at,
-    out_at,
-    of_q_at,
-    sizes,
-    scale,
-    keep,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
+    tensors, strides, sizes, factors, KIND: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr
 ):
     """A program has `M` queries of a head and passes over the keys that they see.
 
     It leaves for `keys_kernel` each query's product of result and gradient, over `keep`, by which all that comes of
     probabilities is multiplied at the end.
     """
+    q_ptr, k_ptr, v_ptr, mask_ptr, words_ptr, gradient_ptr, out_ptr, log_sum_ptr, total_ptr, of_q_ptr = tensors
+    q_at, k_at, v_at, mask_at, gradient_at, out_at, of_q_at = strides
+    scale, keep = factors
+    M: tl.constexpr = TILE[0]
+    N: tl.constexpr = TILE[1]
+    CAUSAL: tl.constexpr = KIND[0]
     _, _, height, width, d, dv = sizes
     batch, head = _head(sizes)
     q_ptr += batch * q_at[0] + head * q_at[1]
@@ -308,7 +285,7 @@ def queries_kernel(  # type: ignore[no-untyped-def]
             k = _tile(k_ptr, columns, k_at[2], width, d, D)
             v = _tile(v_ptr, columns, v_at[2], width, dv, DV)
             score = _products(q, k, D) * (scale * 1.4426950408889634)
-            score = _scores(score, rows[:, None], columns[None, :], sizes, mask_ptr, mask_at, CHECKED, CAUSAL, MASKED)
+            score = _scores(score, rows[:, None], columns[None, :], sizes, mask_ptr, mask_at, CHECKED, KIND)
             p = tl.exp2(score - log_sum[:, None])
             of_p = tl.where(_kept(words_ptr, rows, start, sizes, N, False), _products(gradient, v, DV), 0.0)
             of_q = _added(of_q, p * (of_p - total[:, None]), k, D)
@@ -318,38 +295,19 @@ def queries_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def keys_kernel(  # type: ignore[no-untyped-def]
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    mask_ptr,
-    words_ptr,
-    gradient_ptr,
-    log_sum_ptr,
-    total_ptr,
-    of_k_ptr,
-    of_v_ptr,
-    q_at,
-    k_at,
-    v_at,
-    mask_at,
-    gradient_at,
-    of_k_at,
-    of_v_at,
-    sizes,
-    scale,
-    keep,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
+    tensors, strides, sizes, factors, KIND: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr
 ):
     """A program has `N` keys of a head and passes over the queries that see them, `M` at a time.
 
     Keys are the first dimension of its tiles: so they weigh the queries as they are. Those past the last have sums that
     are not written, and only what the diagonal crosses is checked.
     """
+    q_ptr, k_ptr, v_ptr, mask_ptr, words_ptr, gradient_ptr, log_sum_ptr, total_ptr, of_k_ptr, of_v_ptr = tensors
+    q_at, k_at, v_at, mask_at, gradient_at, of_k_at, of_v_at = strides
+    scale, keep = factors
+    M: tl.constexpr = TILE[0]
+    N: tl.constexpr = TILE[1]
+    CAUSAL: tl.constexpr = KIND[0]
     _, _, height, width, d, dv = sizes
     batch, head = _head(sizes)
     q_ptr += batch * q_at[0] + head * q_at[1]
@@ -375,7 +333,7 @@ def keys_kernel(  # type: ignore[no-untyped-def]
             log_sum = tl.load(log_sum_ptr + rows, mask=rows < height, other=float("inf")) * 1.4426950408889634
             total = tl.load(total_ptr + rows, mask=rows < height, other=0.0)
             score = _products(k, q, D) * (scale * 1.4426950408889634)
-            score = _scores(score, rows[None, :], columns[:, None], sizes, mask_ptr, mask_at, CHECKED, CAUSAL, MASKED)
+            score = _scores(score, rows[None, :], columns[:, None], sizes, mask_ptr, mask_at, CHECKED, KIND)
             p = tl.exp2(score - log_sum[None, :])
             stays = _kept(words_ptr, rows, start, sizes, N, True)
             of_v = _added(of_v, tl.where(stays, p, 0.0), gradient, DV)
