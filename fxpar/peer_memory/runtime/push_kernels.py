@@ -65,22 +65,22 @@ def take_flag(flag_ptr, stop_ptr, far_ptr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _push_sum_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    there_ptr,
-    here_ptr,
-    flags_there_ptr,
-    flags_here_ptr,
-    stop_ptr,
-    far_ptr,
-    out_ptr,
-    size,
-    chunks,
-    blocks,
-    SENDING: tl.constexpr,
-    ADDING: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, memory, flags, stop, out_ptr, counts, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Chunks of `blocks` blocks, to each program every so many-th."""
+    """Chunks of so many blocks, to each program every so many-th.
+
+    Args:
+        memory: the other rank's and this one's, and so `flags`.
+        stop: words of this device and of the host.
+        counts: elements, chunks, and blocks of a chunk.
+        PROGRAMS: that send, and that add.
+    """
+    there_ptr, here_ptr = memory
+    flags_there_ptr, flags_here_ptr = flags
+    stop_ptr, far_ptr = stop
+    size, chunks, blocks = counts
+    SENDING: tl.constexpr = PROGRAMS[0]
+    ADDING: tl.constexpr = PROGRAMS[1]
     program = tl.program_id(0)
     places = tl.arange(0, BLOCK)
     if program < SENDING:
@@ -118,17 +118,12 @@ def push_sum(
     chunks = triton.cdiv(x.numel(), blocks * BLOCK)
     _push_sum_kernel[(SENDING + ADDING,)](
         x,
-        there,
-        here,
-        flags_there,
-        flags_here,
-        *stop,
+        (there, here),
+        (flags_there, flags_here),
+        tuple(stop),
         out,
-        x.numel(),
-        chunks,
-        blocks,
-        SENDING=SENDING,
-        ADDING=ADDING,
+        (x.numel(), chunks, blocks),
+        PROGRAMS=(SENDING, ADDING),
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
