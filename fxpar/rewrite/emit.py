@@ -172,14 +172,7 @@ class BackwardEmitter:
         name: str = "",
         random: int = 0,
     ) -> fx.Node:
-        """Adds a call with its note; its arguments are those of the whole.
-
-        Args:
-            kind: type of the result, a tuple of several.
-            like: note of the forward node that it comes from, of the parameter phase where it is made once a step.
-            layouts: of the results, where they do not follow by rules.
-            random: identity of what draws.
-        """
+        """Implements `Emits.call`: adds a call with its note, whose arguments are those of the whole."""
         # What reads something of the parameter phase is of it too: in each microbatch it would not be there.
         read = [note(operand).phase for operand in _nodes(args) if has_note(operand)]
         phase = PARAMETER if PARAMETER in (like.phase, *read) else BACKWARD
