@@ -13,11 +13,7 @@ from fxpar.passes import recognize_experts
 from fxpar.text.parsing import parse_program
 from tests.passes.modules import only, shown
 
-HEAD = """\
-fxpar 2
-plan {}
-properties canonical
-symbol b = x.0 like 6
+ROUTER = """\
 %router = parameter["router"] : f32[4, 6]
 %w = parameter["w"] : f32[4, 8, 6]
 %x = input["x"] : f32[b, 6]
@@ -26,6 +22,12 @@ symbol b = x.0 like 6
 %weights = operator.getitem(%top, 0) : f32[b, 2]
 %chosen = operator.getitem(%top, 1) : i64[b, 2]
 """
+HEAD = f"""\
+fxpar 2
+plan {{}}
+properties canonical
+symbol b = x.0 like 6
+{ROUTER}"""
 # Rows that a model sorts itself.
 SORTED = """\
 %flat = aten.view.default(%chosen, [-1]) : i64[2*b]
@@ -101,15 +103,8 @@ FORMS = {
     "one_hot": loop(ONE_HOT),
     "scattered": re.sub(r"(\d)_AND_ONE", lambda number: str(int(number[1]) + 1), loop(SCATTERED)),
 }
-ROUTED = """\
-%router = parameter["router"] : f32[4, 6]
-%w = parameter["w"] : f32[4, 8, 6]
-%x = input["x"] : f32[b, 6]
-%scores = aten.linear.default(%x, %router) : f32[b, 4]
-%top = aten.topk.default(%scores, 2) : (f32[b, 2]; i64[b, 2])
-%weights = operator.getitem(%top, 0) : f32[b, 2]
-%chosen = operator.getitem(%top, 1) : i64[b, 2]
-%sort_by_expert_default = fxpar.sort_by_expert.default(%chosen, 4) : (i64[2*b]; i64[4])
+ROUTED = f"""\
+{ROUTER}%sort_by_expert_default = fxpar.sort_by_expert.default(%chosen, 4) : (i64[2*b]; i64[4])
 %getitem = operator.getitem(%sort_by_expert_default, 0) : i64[2*b]
 %getitem_1 = operator.getitem(%sort_by_expert_default, 1) : i64[4]
 %moe_permute_default = fxpar.moe_permute.default(%x, %getitem, 2) : f32[2*b, 6]

@@ -170,31 +170,27 @@ def _fault(ranks: Ranks, text: str, source: Layout, target: Layout, carries: boo
 
 
 @pytest.mark.parametrize(
-    ("axes", "every"),
+    ("axes", "every", "of_gradients"),
     [
-        (TWO, 40),
-        pytest.param(THREE, 40, marks=pytest.mark.matrix),
-        *(pytest.param(axes, 1, marks=pytest.mark.matrix) for axes in (TWO, THREE, {"dp": 3, "tp": 2})),
+        (TWO, 40, False),
+        (TWO, 20, True),
+        pytest.param(THREE, 40, False, marks=pytest.mark.matrix),
+        *(
+            pytest.param(axes, 1, of_gradients, marks=pytest.mark.matrix)
+            for axes in (TWO, THREE, {"dp": 3, "tp": 2})
+            for of_gradients in (False, True)
+        ),
     ],
     ids=str,
 )
-def test_what_is_accepted_is_right_and_what_is_refused_is_wrong(axes: Mapping[str, int], every: int) -> None:
-    accepted, wrong, missed = judged(axes, every, gradients=False)
+def test_what_is_accepted_is_right_and_what_is_refused_is_wrong(
+    axes: Mapping[str, int], every: int, of_gradients: bool
+) -> None:
+    """Gradients have a table of their own."""
+    accepted, wrong, missed = judged(axes, every, gradients=of_gradients)
     assert wrong == []
     assert missed == {}
-    assert accepted > 150
-
-
-@pytest.mark.parametrize(
-    ("axes", "every"),
-    [(TWO, 20), *(pytest.param(axes, 1, marks=pytest.mark.matrix) for axes in (TWO, THREE, {"dp": 3, "tp": 2}))],
-    ids=str,
-)
-def test_gradients_have_a_table_of_their_own(axes: Mapping[str, int], every: int) -> None:
-    accepted, wrong, missed = judged(axes, every, gradients=True)
-    assert wrong == []
-    assert missed == {}
-    assert accepted > 75
+    assert accepted > (75 if of_gradients else 150)
 
 
 @pytest.mark.parametrize("operator", OF_GRADIENTS)
