@@ -6,12 +6,12 @@
     python samples/bench_graphs.py --tiny                                 # a few thousand weights: to see that it runs
 
 A model is NAME or NAME:BATCHxSEQUENCE. A variant is `eager` or `compile`, with `+partial`, `+transformer_engine` or
-`+full_iteration` behind it, and `+chunksN` for N chunks of tokens. Variants of one model are timed in turn, round after
-round, so that what drifts on the machine drifts for all; a step is forward and backward in bf16, from freed gradients
-or added to those that are there (`--accumulated`). Columns: the median between device events, the largest less the
-smallest of ten steps over that, what the host takes to queue a step, the most memory at one time, on GPUs the time in
-which ranks communicated and nothing else ran and that in which nothing ran, and the seconds of `parallelize`, of the
-first step and of recording within it.
+`+full_iteration` behind it, and `+chunksN` for N chunks of tokens (`+chunksauto`). Variants of one model are timed in
+turn, round after round, so that what drifts on the machine drifts for all; a step is forward and backward in bf16, from
+freed gradients or added to those that are there (`--accumulated`). Columns: the median between device events, the
+largest less the smallest of ten steps over that, what the host takes to queue a step, the most memory at one time, on
+GPUs the time in which ranks communicated and nothing else ran and that in which nothing ran, and the seconds of
+`parallelize`, of the first step and of recording within it.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ def sized(text: str, tiny: bool) -> Size:
 def make(size: Size, variant: str, options: argparse.Namespace) -> Timed:
     """A variant of a model, whose graphs are recorded."""
     how, *words = variant.split("+")
-    chunks = [word.removeprefix("chunks") for word in words if word.startswith("chunks")]
+    (chunks,) = [word.removeprefix("chunks") for word in words if word.startswith("chunks")] or ["1"]
     impl = next((word for word in words if not word.startswith("chunks")), "none")
     plan = fxpar.Plan(
         tp=int(os.environ.get("WORLD_SIZE", 1)),
         compile=how == "compile",
         precision=options.precision,
         cuda_graphs=fxpar.CudaGraphs(impl),
-        communication=fxpar.Communication(options.exchange, token_chunks=int(chunks[0]) if chunks else 1),
+        communication=fxpar.Communication(options.exchange, token_chunks=chunks if chunks == "auto" else int(chunks)),
         sequence_parallel=options.sequence_parallel,
     )
     ids = torch.randint(0, size.options["vocab_size"], (size.batch, size.sequence), generator=torch.Generator())
