@@ -140,18 +140,18 @@ def _explain_chunks(ui: Ui, start: Start) -> CommandResult:
     plan = start.program.plan
     whole = dataclasses.replace(plan, communication=dataclasses.replace(plan.communication, token_chunks=1))
     forward = dataclasses.replace(start, program=start.program.with_(plan=whole))
-    found = {stage: chunk_prices(step, symbol(batch_symbol(step))) for stage, step in steps(ui, forward, None)}
+    by_stage = {stage: chunk_prices(step, symbol(batch_symbol(step))) for stage, step in steps(ui, forward, None)}
     document = [
         {
             **({} if stage is None else {"stage": stage}),
             "cheapest": dict(zip(("count", "phases"), cheapest(prices), strict=True)),
             "prices": [{**dataclasses.asdict(price), "gain": price.gain} for price in prices],
         }
-        for stage, prices in found.items()
+        for stage, prices in by_stage.items()
     ]
 
     def show(stdout: Console) -> None:
-        for stage, prices in found.items():
+        for stage, prices in by_stage.items():
             count, phases = cheapest(prices)
             _show_chunks(stdout, start.name if stage is None else f"{start.name}, stage {stage}", prices)
             where = " and ".join(phase or "forward" for phase in phases)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -216,13 +217,10 @@ def test_gradients_of_weights_put_no_chunks_together() -> None:
     assert not [user.name for user in readers if user.op == "call_function" and "mm" in user.name]
 
 
-# A machine on which nothing but bytes and products takes time.
-_FREE = {"least_copy": 1.0, "copy_latency": 0.0, "kernel_latency": 0.0, "latency": 1e-12, "memory": 1e30}
-
-
 def costs(bandwidth: float) -> Cost:
-    """Of ranks that send so many bytes while they compute a thousand operations."""
-    return Cost(bandwidth=bandwidth, flops=1e3, multiprocessors=1, **_FREE)
+    """Of ranks that send so many bytes while they compute a thousand operations; nothing else takes time."""
+    free = Cost(least_copy=1.0, copy_latency=0.0, kernel_latency=0.0, latency=1e-12, memory=1e30)
+    return replace(free, bandwidth=bandwidth, flops=1e3, multiprocessors=1)
 
 
 def prices(bandwidth: float) -> dict[tuple[str, int], ChunkPrice]:
