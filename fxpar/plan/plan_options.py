@@ -152,10 +152,8 @@ class Communication(OptionGroup):
     def problems(self) -> Iterator[str]:
         """Implements `OptionGroup.problems`."""
         yield from wrong_words("communication", self)
-        if isinstance(self.token_chunks, str):
-            yield from wrong_word("communication.token_chunks", self.token_chunks, ("auto",))
-        else:
-            yield from wrong_count("communication.token_chunks", self.token_chunks)
+        if self.token_chunks != "auto":
+            yield from wrong_count("communication.token_chunks", self.token_chunks, word="auto")
 
 
 @dataclass(frozen=True)
@@ -359,10 +357,11 @@ def wrong_word(name: str, option: Any, words: Sequence[str]) -> Iterator[str]:
         yield f"{name}={shown(option)} is unknown: choose one of {', '.join(words)}"
 
 
-def wrong_count(name: str, option: Any, most: int = MOST_RANKS) -> Iterator[str]:
-    """Yields what is wrong with an option that counts something."""
+def wrong_count(name: str, option: Any, most: int = MOST_RANKS, word: str = "") -> Iterator[str]:
+    """Yields what is wrong with an option that counts something; a word in place of a number is named beside it."""
     if type(option) is not int or not 1 <= option <= most:
-        yield f"{name} must be an integer from 1 to {most}, got {shown(option)}"
+        either = f" or {word!r}" if word else ""
+        yield f"{name} must be an integer from 1 to {most}{either}, got {shown(option)}"
 
 
 def wrong_switch(name: str, option: Any) -> Iterator[str]:

@@ -93,7 +93,7 @@ def test_sizes_are_positive_integers(axis: str, size: object) -> None:
 
 @pytest.mark.parametrize("count", [0, 1.5, True, 5000, "2", None])
 def test_chunks_of_tokens_are_counted(count: Any) -> None:
-    reason = re.escape(f"communication.token_chunks must be an integer from 1 to 4096, got {count!r}")
+    reason = re.escape(f"communication.token_chunks must be an integer from 1 to 4096 or 'auto', got {count!r}")
     with pytest.raises(PlanError, match=reason):
         Plan(tp=2, communication=Communication(token_chunks=count))
 
