@@ -372,6 +372,11 @@ def _sorted(d: Draw, experts: int, *lead: int) -> tuple[Tensor, Tensor]:
     return sort_by_expert(d.i(experts, *lead, 4, 2), experts)
 
 
+def _choices(d: Draw, *lead: int) -> tuple[Tensor, ...]:
+    """Returns choices of four experts on two ranks, the experts in two slots, and how many pairs go there."""
+    return d.i(5, *lead, 4, 2), torch.stack([d.i(3, *lead) + 1, d.i(3, *lead) - 1], -1), d.i(3, *lead, 2)
+
+
 def routed(d: Draw) -> dict[str, Samples]:
     """Samples rows and experts' matrices: one group, groups with their experts, and groups that share them."""
     a, b, i, o = (6, 6, 6, 12) if d.even else d.sizes(4)
@@ -434,6 +439,8 @@ def routed(d: Draw) -> dict[str, Samples]:
         ],
         "group_sizes": [sample(one.cumsum(0)), sample(counts.cumsum(-1))],
         "dispatch_indices": [sample(*_sorted(d, experts + 1, a), 2, 7), sample(*_sorted(d, experts + 1, a, b), 2, 7)],
+        "plan_replicas": [sample(d.i(9, a, 2, 4), 2, 0.0), sample(d.i(9, a, b, 3, 6), 1, 0.25)],
+        "reroute": [sample(*_choices(d, a), 4, 1), sample(*_choices(d, a, b), 4, 1)],
         "block_excess": [sample(d.i(5, a, 4), 2, 3), sample(d.i(5, a, b, 4), 2, 3)],
         "received_order": [sample(d.i(3, a, 2, experts), 7), sample(d.i(3, a, b, 2, experts), 7)],
         "arrived_order": [sample(d.i(3, a, 2, experts), 14), sample(d.i(3, a, b, 2, experts), 14)],
