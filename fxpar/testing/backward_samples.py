@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fxpar.experts.operators.permute import sort_by_expert
+from fxpar.experts.operators.replicas import plan_replicas
 from fxpar.ops import sdpa
 from fxpar.ops.counter import IndexCut
 from fxpar.testing.ranks import Sample, sample, tensors_of
@@ -374,7 +375,10 @@ def _sorted(d: Draw, experts: int, *lead: int) -> tuple[Tensor, Tensor]:
 
 def _choices(d: Draw, *lead: int) -> tuple[Tensor, ...]:
     """Returns choices of four experts on two ranks, the experts in two slots, and how many pairs go there."""
-    return d.i(5, *lead, 4, 2), torch.stack([d.i(3, *lead) + 1, d.i(3, *lead) - 1], -1), d.i(3, *lead, 2)
+    indices = d.i(5, *lead, 4, 2)
+    counts = torch.stack([sort_by_expert(indices, 4)[1], d.i(3, *lead, 4)], -2)
+    home, moved = plan_replicas(counts, 1, 0.0)
+    return indices, home, moved[..., 0, :].contiguous()
 
 
 def routed(d: Draw) -> dict[str, Samples]:

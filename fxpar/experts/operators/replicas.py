@@ -12,6 +12,8 @@ sizes the lower number comes first.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -58,30 +60,32 @@ def plan_replicas(counts: Tensor, slots: int, min_gain: float) -> tuple[Tensor, 
         ValueError: the ranks do not divide the experts, or a rank has more slots than experts, or none.
     """
     _planned_shapes(counts, slots, min_gain)
-    ranks = counts.shape[-2]
-    total = counts.sum(-2)
-    loads = total.unflatten(-1, (ranks, -1))
-    load = loads.sum(-1)
-    even = load.sum(-1, keepdim=True) // ranks
-    spill = _spill(loads, even)
-    stays = (load - even) * _MILLION < even * round(min_gain * _MILLION)
-    spill = spill.masked_fill(stays.unsqueeze(-1), 0).flatten(-2)
-    room = (even - load).clamp_min(0)
-    entries = _overlaps(_ends_by_size(room), room, _ends_by_size(spill), spill)
+    spill, room = spill_and_room(counts, min_gain)
+    entries = overlaps(_ends_by_size(room), room, _ends_by_size(spill), spill)
     # Not topk, which takes any of equal entries.
     largest, home = entries.sort(dim=-1, descending=True, stable=True)
     largest, home = largest[..., :slots], home[..., :slots]
-    from_sources = _from_sources(counts, total, torch.zeros_like(entries).scatter(-1, home, largest))
-    moved = from_sources.gather(-1, home.unsqueeze(-3).expand(*from_sources.shape[:-1], slots))
+    pairs = pairs_of_sources(counts, torch.zeros_like(entries).scatter(-1, home, largest))
+    moved = pairs.gather(-1, home.unsqueeze(-3).expand(*pairs.shape[:-1], slots))
     return torch.where(largest > 0, home, -1).flatten(-2), moved.flatten(-2)
 
 
-def _spill(loads: Tensor, even: Tensor) -> Tensor:
-    """Returns what each expert has beyond its rank's even load, [..., n, E / n]: the fullest experts have it."""
+def spill_and_room(counts: Tensor, min_gain: float) -> tuple[Tensor, Tensor]:
+    """Returns what each expert has beyond its rank's even load, i64[..., E], and what each rank lacks, i64[..., n].
+
+    Args:
+        counts, min_gain: as `plan_replicas` takes them.
+    """
+    ranks = counts.shape[-2]
+    loads = counts.sum(-2).unflatten(-1, (ranks, -1))
+    load = loads.sum(-1)
+    even = load.sum(-1, keepdim=True) // ranks
     ascending, order = loads.sort(dim=-1, stable=True)
     beyond = (ascending.cumsum(-1) - even.unsqueeze(-1)).clamp_min(0)
     spill = beyond.diff(dim=-1, prepend=torch.zeros_like(beyond[..., :1]))
-    return torch.empty_like(spill).scatter(-1, order, spill)
+    stays = (load - even) * _MILLION < even * round(min_gain * _MILLION)
+    spill = torch.empty_like(spill).scatter(-1, order, spill.masked_fill(stays.unsqueeze(-1), 0))
+    return spill.flatten(-2), (even - load).clamp_min(0)
 
 
 def _ends_by_size(sizes: Tensor) -> Tensor:
@@ -90,25 +94,31 @@ def _ends_by_size(sizes: Tensor) -> Tensor:
     return torch.empty_like(sizes).scatter(-1, order, descending.cumsum(-1))
 
 
-def _overlaps(row_ends: Tensor, rows: Tensor, column_ends: Tensor, columns: Tensor) -> Tensor:
-    """Returns how much each of some rows has in common with each column on a line, [..., rows, columns]."""
+def overlaps(row_ends: Tensor, rows: Tensor, column_ends: Tensor, columns: Tensor) -> Tensor:
+    """Returns how much each of some sizes has in common with each of others on a line, i64[..., rows, columns].
+
+    Args:
+        row_ends, column_ends: i64[..., rows] and i64[..., columns], where each size ends.
+        rows, columns: likewise, the sizes.
+    """
     end = torch.minimum(row_ends.unsqueeze(-1), column_ends.unsqueeze(-2))
     start = torch.maximum((row_ends - rows).unsqueeze(-1), (column_ends - columns).unsqueeze(-2))
     return (end - start).clamp_min(0)
 
 
-def _from_sources(counts: Tensor, total: Tensor, capacity: Tensor) -> Tensor:
-    """Returns how many pairs each source gives to each rank's replica of an expert, [..., sources, ranks, E].
+def pairs_of_sources(counts: Tensor, capacity: Tensor) -> Tensor:
+    """Returns how many pairs each source gives to each rank's replica of an expert, i64[..., sources, ranks, E].
 
     Args:
         counts: i64[..., sources, E].
-        total: i64[..., E], of all sources.
-        capacity: i64[..., ranks, E], of the replicas; of an expert at most its total.
+        capacity: i64[..., ranks, E], of the replicas; of an expert at most what all sources have.
     """
-    # Clamped for experts without pairs, of which there are no replicas.
-    share = counts.unsqueeze(-2) * capacity.unsqueeze(-3) // total.clamp_min(1).unsqueeze(-2).unsqueeze(-2)
+    # An expert without pairs has no replica.
+    total = counts.sum(-2, keepdim=True).clamp_min(1)
+    share = counts.unsqueeze(-2) * capacity.unsqueeze(-3) // total.unsqueeze(-2)
     left, missing = (counts - share.sum(-2)).mT, (capacity - share.sum(-3)).mT
-    fill = _overlaps(left.cumsum(-1), left, missing.cumsum(-1), missing)
+    # A line for each expert: sources in order, and replicas in order.
+    fill = overlaps(left.cumsum(-1), left, missing.cumsum(-1), missing)
     return share + fill.movedim(-3, -1)
 
 
@@ -190,3 +200,36 @@ def router_choices(rerouted: Tensor, home: Tensor, experts: int, slots: int) -> 
     flat = rerouted.flatten(-2)
     table = torch.nn.functional.pad(numbers, (0, 1), value=experts)
     return table.gather(-1, flat.long()).to(rerouted.dtype).view(rerouted.shape)
+
+
+@dataclass(frozen=True)
+class ReplicaFigures:
+    """What replicas of one layer's experts do to the load of ranks.
+
+    Attributes:
+        before: pairs of each rank's experts, without replicas.
+        after: likewise, with them.
+        slots: how many have an expert.
+        bytes: of the weights that are sent there.
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    slots: int
+    bytes: int
+
+
+def simulate_replicas(counts: Tensor, slots: int, min_gain: float, expert_bytes: int) -> ReplicaFigures:
+    """Returns what a plan does, on the host.
+
+    Args:
+        counts: i64[n, E], and slots, min_gain: as `plan_replicas` takes them.
+        expert_bytes: of the weights of one expert.
+    """
+    ranks, experts = counts.shape
+    home, moved = plan_replicas(counts, slots, min_gain)
+    before, pairs = counts.sum(0).view(ranks, -1).sum(-1), moved.sum(0)
+    # No pairs leave the rank that -1 is taken for.
+    left = before.index_add(0, home.clamp_min(0) // (experts // ranks), -pairs)
+    after, used = left + pairs.view(ranks, slots).sum(-1), int((home >= 0).sum())
+    return ReplicaFigures(tuple(before.tolist()), tuple(after.tolist()), used, used * expert_bytes)

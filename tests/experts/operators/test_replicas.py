@@ -2,23 +2,360 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from fractions import Fraction
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
-from fxpar.experts.operators.replicas import plan_replicas
+from fxpar.experts.operators.permute import sort_by_expert
+from fxpar.experts.operators.replicas import (
+    ReplicaFigures,
+    overlaps,
+    pairs_of_sources,
+    plan_replicas,
+    reroute,
+    router_choices,
+    simulate_replicas,
+    spill_and_room,
+)
 
-# Loads of 8 experts on 4 ranks with one slot each: the expert in each slot, and how many pairs go there.
+EXAMPLES = settings(max_examples=150, deadline=None, derandomize=True)
+Counts = list[list[int]]
+
+
+def of_one_source(loads: list[int], ranks: int) -> Tensor:
+    """Counts of which the last source has all."""
+    return torch.tensor([[0] * len(loads)] * (ranks - 1) + [loads])
+
+
+# Loads of 8 experts on 4 ranks with one slot each: spills, rooms, the expert in each slot, how many pairs go there.
 VECTORS = [
-    pytest.param([100, 20, 30, 10, 10, 10, 10, 10], [-1, 0, 0, 0], [0, 10, 30, 30], id="hot"),
-    pytest.param([120, 80, 40, 40, 20, 20, 10, 30], [-1, 0, 0, 0], [0, 10, 50, 50], id="hot-rank"),
-    pytest.param([10] * 8, [-1] * 4, [0] * 4, id="balanced"),
+    ([100, 20, 30, 10, 10, 10, 10, 10], [70, 0, 0, 0], [0, 10, 30, 30], [-1, 0, 0, 0], [0, 10, 30, 30]),
+    ([120, 80, 40, 40, 20, 20, 10, 30], [110, 0, 0, 0], [0, 10, 50, 50], [-1, 0, 0, 0], [0, 10, 50, 50]),
+    ([10] * 8, [0] * 4, [0] * 4, [-1] * 4, [0] * 4),
 ]
 
 
-@pytest.mark.parametrize(("loads", "home", "moved"), VECTORS)
-def test_vectors(loads: list[int], home: list[int], moved: list[int]) -> None:
-    counts = torch.zeros(4, 8, dtype=torch.int64)
-    counts[2] = torch.tensor(loads)
+@pytest.mark.parametrize(("loads", "spills", "rooms", "home", "moved"), VECTORS)
+def test_vectors(loads: list[int], spills: list[int], rooms: list[int], home: list[int], moved: list[int]) -> None:
+    counts = of_one_source(loads, 4)
+    spill, room = spill_and_room(counts, 0.0)
+    assert spill.view(4, 2).sum(-1).tolist() == spills
+    assert room.tolist() == rooms
     slots, pairs = plan_replicas(counts, 1, 0.0)
     assert slots.tolist() == home
-    assert pairs.tolist() == [[0] * 4, [0] * 4, moved, [0] * 4]
+    assert pairs.tolist() == [[0] * 4] * 3 + [moved]
+
+
+def test_the_fullest_experts_spill() -> None:
+    counts = of_one_source([50, 100, 150, 200, 0, 0, 0, 0], 2)
+    assert spill_and_room(counts, 0.0)[0].tolist() == [0, 0, 50, 200, 0, 0, 0, 0]
+    home, moved = plan_replicas(counts, 3, 0.0)
+    assert home.tolist() == [-1, -1, -1, 3, 2, -1]
+    assert moved.tolist() == [[0] * 6, [0, 0, 0, 200, 50, 0]]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "buckets", "common"),
+    [
+        ([100, 150], [80, 120], [[80, 20], [0, 100]]),
+        ([100, 80, 50, 30], [120, 60], [[100, 0], [20, 60], [0, 0], [0, 0]]),
+    ],
+)
+def test_sizes_end_to_end_on_a_line(chunks: list[int], buckets: list[int], common: Counts) -> None:
+    rows, columns = torch.tensor(chunks), torch.tensor(buckets)
+    assert overlaps(rows.cumsum(0), rows, columns.cumsum(0), columns).tolist() == common
+
+
+@pytest.mark.parametrize(("capacity", "pairs"), [(80, [24, 40, 16]), (83, [26, 41, 16])])
+def test_shares_of_sources_are_rounded_down_and_filled_in_order(capacity: int, pairs: list[int]) -> None:
+    counts, replicas = torch.tensor([[30], [50], [20]]), torch.tensor([[capacity]])
+    assert pairs_of_sources(counts, replicas).flatten().tolist() == pairs
+
+
+def test_figures() -> None:
+    figures = simulate_replicas(of_one_source([100, 20, 30, 10, 10, 10, 10, 10], 4), 1, 0.0, 1000)
+    assert figures == ReplicaFigures((120, 40, 20, 20), (50, 50, 50, 50), 3, 3000)
+
+
+# ---------------------------------------------------------------------- the plan by plain loops
+
+
+def planned_by_loops(counts: Counts, slots: int, min_gain: Fraction) -> tuple[list[int], Counts]:
+    """Plans as the text says, one pair of a chunk and a bucket after the other."""
+    ranks, experts = len(counts), len(counts[0])
+    per_rank = experts // ranks
+    loads = [sum(source[expert] for source in counts) for expert in range(experts)]
+    even = sum(loads) // ranks
+    chunks, buckets = [], []
+    for rank in range(ranks):
+        local = range(rank * per_rank, (rank + 1) * per_rank)
+        beyond = sum(loads[expert] for expert in local) - even
+        buckets.append((max(0, -beyond), rank))
+        if beyond < min_gain * even:
+            continue
+        # From the fullest down, of equal ones the last first, until an even load is left.
+        for expert in sorted(local, key=lambda expert: (-loads[expert], -expert)):
+            spill = max(0, min(loads[expert], beyond))
+            beyond -= spill
+            chunks.append((spill, expert))
+    entries: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    waiting = sorted(chunks, key=lambda chunk: (-chunk[0], chunk[1]))
+    for room, rank in sorted(buckets, key=lambda bucket: (-bucket[0], bucket[1])):
+        while room and waiting:
+            spill, expert = waiting.pop(0)
+            common = min(spill, room)
+            room -= common
+            if common:
+                entries[rank].append((common, expert))
+            if spill > common:
+                waiting.insert(0, (spill - common, expert))
+    home, capacity = [], []
+    for column in entries:
+        largest = sorted(column, key=lambda entry: (-entry[0], entry[1]))[:slots]
+        largest += [(0, -1)] * (slots - len(largest))
+        home += [expert for _, expert in largest]
+        capacity += [common for common, _ in largest]
+    return home, shared_by_loops(counts, loads, home, capacity)
+
+
+def shared_by_loops(counts: Counts, loads: list[int], home: list[int], capacity: list[int]) -> Counts:
+    """Shares rounded down, and what is missing from the sources in order."""
+    moved = [
+        [source[expert] * most // loads[expert] if most else 0 for expert, most in zip(home, capacity, strict=True)]
+        for source in counts
+    ]
+    left = [list(source) for source in counts]
+    for source, row in enumerate(moved):
+        for expert, count in zip(home, row, strict=True):
+            left[source][expert] -= count if expert >= 0 else 0
+    for slot, expert in enumerate(home):
+        missing = capacity[slot] - sum(row[slot] for row in moved)
+        for source, row in enumerate(moved):
+            more = min(missing, left[source][expert]) if missing else 0
+            row[slot] += more
+            left[source][expert] -= more
+            missing -= more
+        assert not missing
+    return moved
+
+
+def balanced(rng: random.Random, ranks: int, experts: int) -> Counts:
+    return [[rng.randint(40, 60) for _ in range(experts)] for _ in range(ranks)]
+
+
+def hot(rng: random.Random, ranks: int, experts: int) -> Counts:
+    """An eighth of the experts, anywhere, has eight times the pairs."""
+    chosen = set(rng.sample(range(experts), max(1, experts // 8)))
+    return [[rng.randint(0, 20) * (8 if expert in chosen else 1) for expert in range(experts)] for _ in range(ranks)]
+
+
+def hot_rank(rng: random.Random, ranks: int, experts: int) -> Counts:
+    first = rng.randrange(ranks) * (experts // ranks)
+    near = range(first, first + experts // ranks)
+    return [[rng.randint(0, 9) * (9 if expert in near else 1) for expert in range(experts)] for _ in range(ranks)]
+
+
+def sparse(rng: random.Random, ranks: int, experts: int) -> Counts:
+    """Most experts have no pairs, and equal loads are frequent."""
+    return [[rng.choice([0, 0, 0, 1, 2]) for _ in range(experts)] for _ in range(ranks)]
+
+
+def all_to_one(rng: random.Random, ranks: int, experts: int) -> Counts:
+    expert = rng.randrange(experts)
+    return [[rng.randint(0, 99) if other == expert else 0 for other in range(experts)] for _ in range(ranks)]
+
+
+def ragged(rng: random.Random, ranks: int, experts: int) -> Counts:
+    """Some sources have no tokens, others up to many more than the rest."""
+    weights = [rng.choice([0, 1, 3, 1000]) for _ in range(ranks)]
+    return [[int(rng.paretovariate(1)) * weight for _ in range(experts)] for weight in weights]
+
+
+LOADS: tuple[Callable[[random.Random, int, int], Counts], ...] = (
+    balanced,
+    hot,
+    hot_rank,
+    sparse,
+    all_to_one,
+    ragged,
+)
+
+
+@pytest.mark.parametrize("draw", LOADS)
+def test_the_plan_is_that_of_plain_loops(draw: Callable[[random.Random, int, int], Counts]) -> None:
+    rng = random.Random(draw.__name__)
+    replicas = 0
+    for _ in range(1000 // len(LOADS) + 1):
+        ranks = rng.randint(2, 16)
+        per_rank = rng.choice([1, 2, 3, 8, 256 // ranks])
+        slots = rng.randint(1, min(4, per_rank))
+        min_gain = rng.choice([Fraction(0), Fraction(0), Fraction(1, 8), Fraction(1, 2)])
+        counts = draw(rng, ranks, ranks * per_rank)
+        home, moved = plan_replicas(torch.tensor(counts), slots, float(min_gain))
+        assert (home.tolist(), moved.tolist()) == planned_by_loops(counts, slots, min_gain)
+        replicas += int((home >= 0).sum())
+    assert replicas > 100  # the draws do load ranks unevenly
+
+
+def test_a_spill_below_the_least_gain_stays() -> None:
+    counts = of_one_source([11, 10, 10, 9], 4)
+    even, spill = 10, 1
+    for min_gain, moved in ((spill / even, spill), (spill / even + 1e-6, 0)):
+        home, pairs = plan_replicas(counts, 1, min_gain)
+        assert home.tolist() == [-1, -1, -1, 0 if moved else -1]
+        assert int(pairs.sum()) == moved
+
+
+def test_plans_of_groups_are_apart() -> None:
+    rng = random.Random(3)
+    groups = [torch.tensor(hot(rng, 4, 16)) for _ in range(6)]
+    home, moved = plan_replicas(torch.stack(groups).view(2, 3, 4, 16), 2, 0.0)
+    for i, counts in enumerate(groups):
+        alone = plan_replicas(counts, 2, 0.0)
+        assert home[i // 3, i % 3].equal(alone[0])
+        assert moved[i // 3, i % 3].equal(alone[1])
+
+
+# ---------------------------------------------------------------------- what holds of every plan
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Tensor, int]:
+    """Counts of sources, and slots."""
+    ranks, per_rank = draw(st.integers(2, 6)), draw(st.integers(1, 5))
+    pairs = st.one_of(st.just(0), st.integers(0, 3), st.integers(0, 200))
+    source = st.lists(pairs, min_size=ranks * per_rank, max_size=ranks * per_rank)
+    counts = draw(st.lists(st.one_of(source, st.just([0] * ranks * per_rank)), min_size=ranks, max_size=ranks))
+    return torch.tensor(counts), draw(st.integers(1, per_rank))
+
+
+@given(plans())
+@EXAMPLES
+def test_spills_and_rooms_differ_by_what_is_not_even(plan: tuple[Tensor, int]) -> None:
+    counts, _ = plan
+    ranks = len(counts)
+    spill, room = spill_and_room(counts, 0.0)
+    assert int(spill.sum() - room.sum()) == int(counts.sum()) % ranks
+    assert not (spill.view(ranks, -1).sum(-1) * room).any()
+    assert (spill <= counts.sum(0)).all()
+
+
+@given(plans())
+@EXAMPLES
+def test_a_plan_moves_what_there_is_to_where_there_is_room(plan: tuple[Tensor, int]) -> None:
+    counts, slots = plan
+    ranks, experts = counts.shape
+    home, moved = plan_replicas(counts, slots, 0.0)
+    spill, room = spill_and_room(counts, 0.0)
+    rank_of_slot = torch.arange(ranks).repeat_interleave(slots)
+    used = home >= 0
+    assert (moved.sum(0) > 0).equal(used)
+    assert (moved >= 0).all()
+    assert (home // (experts // ranks) != rank_of_slot)[used].all()
+    for on_rank in home.view(ranks, slots).tolist():
+        experts_there = [expert for expert in on_rank if expert >= 0]
+        assert len({*experts_there}) == len(experts_there)
+    by_expert = torch.zeros(ranks, experts + 1, dtype=torch.int64).index_add(1, torch.where(used, home, experts), moved)
+    assert (by_expert[:, :-1] <= counts).all()
+    assert (by_expert.sum(0)[:-1] <= spill).all()
+    taken = moved.sum(0).view(ranks, slots).sum(-1)
+    assert (taken <= room).all()
+    load = counts.sum(0).view(ranks, -1).sum(-1)
+    after = load - by_expert.sum(0)[:-1].view(ranks, -1).sum(-1) + taken
+    assert int(after.sum()) == int(load.sum())
+    assert int(after.max()) <= int(load.max())
+    figures = simulate_replicas(counts, slots, 0.0, 352)
+    assert (figures.before, figures.after) == (tuple(load.tolist()), tuple(after.tolist()))
+    assert (figures.slots, figures.bytes) == (int(used.sum()), 352 * int(used.sum()))
+    without_place = int(spill.sum() - moved.sum())
+    assert int(after.max()) <= int(load.sum()) // ranks + without_place
+
+
+# ---------------------------------------------------------------------- renumbered choices
+
+
+def rerouted_by_loops(choices: Counts, home: list[int], moved: list[int], experts: int, slots: int) -> Counts:
+    """Each pair goes to the first slot of its expert that has not had all of its pairs."""
+    per_rank = experts // (len(home) // slots)
+    left = list(moved)
+    rows: Counts = []
+    for token in choices:
+        rows.append([])
+        for expert in token:
+            number = expert // per_rank * (per_rank + slots) + expert % per_rank
+            if not 0 <= expert < experts:
+                number = experts + len(home)
+            for slot, at in enumerate(home):
+                if at == expert and left[slot] and expert >= 0:
+                    left[slot] -= 1
+                    number = slot // slots * (per_rank + slots) + per_rank + slot % slots
+                    break
+            rows[-1].append(number)
+    return rows
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> tuple[Tensor, int, int]:
+    """Choices of all sources, of which some are nobody's; the number of experts, and slots."""
+    ranks, per_rank = draw(st.integers(2, 4)), draw(st.integers(1, 3))
+    tokens, k = draw(st.integers(0, 12)), draw(st.integers(1, 3))
+    some = draw(st.lists(st.integers(-1, ranks * per_rank), min_size=1, max_size=3))
+    chosen = draw(st.lists(st.sampled_from(some), min_size=ranks * tokens * k, max_size=ranks * tokens * k))
+    choices = torch.tensor(chosen, dtype=torch.int64).view(ranks, tokens, k)
+    return choices, ranks * per_rank, draw(st.integers(1, per_rank))
+
+
+@given(routings())
+@EXAMPLES
+def test_choices_are_renumbered_in_order_and_undone(routing: tuple[Tensor, int, int]) -> None:
+    choices, experts, slots = routing
+    ranks = len(choices)
+    counts = sort_by_expert(choices, experts)[1]
+    home, moved = plan_replicas(counts, slots, 0.0)
+    homes = home.expand(ranks, -1)
+    rerouted = reroute(choices, homes, moved, experts, slots)
+    assert rerouted.tolist() == [
+        rerouted_by_loops(choices[source].tolist(), home.tolist(), moved[source].tolist(), experts, slots)
+        for source in range(ranks)
+    ]
+    is_choice = (choices >= 0) & (choices < experts)
+    assert router_choices(rerouted, homes, experts, slots).equal(torch.where(is_choice, choices, experts))
+    # What the numbers of a rank have is the load that the plan is for.
+    numbers = experts + ranks * slots
+    pairs = sort_by_expert(rerouted, numbers)[1]
+    assert pairs.sum(0).view(ranks, -1)[:, experts // ranks :].flatten().equal(moved.sum(0))
+    assert pairs.sum(-1).equal(counts.sum(-1))
+
+
+def test_a_plan_of_other_counts_moves_no_pairs_of_others() -> None:
+    choices = torch.tensor([[[0, 1], [0, 1]]], dtype=torch.int32)
+    rerouted = reroute(choices, torch.tensor([[-1, 0]]), torch.tensor([[5, 3]]), 2, 1)
+    assert rerouted.dtype == torch.int32
+    assert rerouted.tolist() == [[[3, 2], [3, 2]]]
+
+
+@pytest.mark.parametrize(
+    ("experts", "slots", "min_gain", "reason"),
+    [
+        (6, 1, 0.0, "6 experts on 4 ranks cannot have 1"),
+        (8, 3, 0.0, "cannot have 3 spare slots"),
+        (8, 0, 0.0, "cannot have 0 spare slots"),
+        (8, 1, -0.1, "min_gain must be a share of the even load, got -0.1"),
+        (8, 1, float("nan"), "got nan"),
+    ],
+)
+def test_a_plan_that_there_cannot_be(experts: int, slots: int, min_gain: float, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        plan_replicas(torch.ones(4, experts, dtype=torch.int64), slots, min_gain)
+
+
+def test_slots_of_another_source_are_refused() -> None:
+    home, moved = plan_replicas(torch.ones(2, 4, dtype=torch.int64), 1, 0.0)
+    with pytest.raises(ValueError, match=r"slots \[2\], of \[2, 2\] pairs, for choices \[3, 2\]"):
+        reroute(torch.zeros(3, 2, dtype=torch.int64), home, moved, 4, 1)
