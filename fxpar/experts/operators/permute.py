@@ -351,7 +351,12 @@ def _has_triton() -> bool:
 
 def row_kernels_for(x: Tensor) -> ModuleType | None:
     """Returns the module of kernels for a tensor's device and type; None where there is none."""
-    if not x.is_cuda or not x.is_floating_point() or not _has_triton():
+    return kernels_on_device(x) if x.is_floating_point() else None
+
+
+def kernels_on_device(x: Tensor) -> ModuleType | None:
+    """Returns the module of kernels for a tensor's device; None where there is none."""
+    if not x.is_cuda or not _has_triton():
         return None
     import fxpar.experts.operators.row_kernels as row_kernels
 

@@ -2,7 +2,7 @@
 
 Enters: how many pairs each rank has for each expert. Leaves: operators of torch that plan an even load and renumber
 choices. They consist of integers and depend on no order of threads, so that all ranks plan the same; nothing is read
-on the host.
+on the host. Torch's operations, some 55 launches for a plan, are the reference of the kernel that GPUs run.
 
 Terms: E experts stand on n ranks, as many on each and in order; each rank has `slots` spare slots after its experts.
 The *even load* is that of all pairs over n, rounded down. What a rank has beyond is its *spill*, what it lacks is its
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxpar.experts.operators.permute import sort_by_expert
+from fxpar.experts.operators.permute import flat_groups, kernels_on_device, sort_by_expert
 from fxpar.ops.operator import torch_operator
 from fxpar.signatures.engine import Rule
 from fxpar.signatures.matmul import formula
@@ -59,7 +59,11 @@ def plan_replicas(counts: Tensor, slots: int, min_gain: float) -> tuple[Tensor, 
     Raises:
         ValueError: the ranks do not divide the experts, or a rank has more slots than experts, or none.
     """
-    _planned_shapes(counts, slots, min_gain)
+    home, moved = _planned_shapes(counts, slots, min_gain)
+    module = kernels_on_device(counts)
+    if module is not None and counts.shape[-2] <= module.MOST_RANKS and counts.shape[-1] <= module.MOST_EXPERTS:
+        module.plan(flat_groups(counts, 2), flat_groups(home, 1), flat_groups(moved, 2), _in_millionths(min_gain))
+        return home, moved
     spill, room = spill_and_room(counts, min_gain)
     entries = overlaps(_ends_by_size(room), room, _ends_by_size(spill), spill)
     # Not topk, which takes any of equal entries.
@@ -83,9 +87,13 @@ def spill_and_room(counts: Tensor, min_gain: float) -> tuple[Tensor, Tensor]:
     ascending, order = loads.sort(dim=-1, stable=True)
     beyond = (ascending.cumsum(-1) - even.unsqueeze(-1)).clamp_min(0)
     spill = beyond.diff(dim=-1, prepend=torch.zeros_like(beyond[..., :1]))
-    stays = (load - even) * _MILLION < even * round(min_gain * _MILLION)
+    stays = (load - even) * _MILLION < even * _in_millionths(min_gain)
     spill = torch.empty_like(spill).scatter(-1, order, spill.masked_fill(stays.unsqueeze(-1), 0))
     return spill.flatten(-2), (even - load).clamp_min(0)
+
+
+def _in_millionths(min_gain: float) -> int:
+    return round(min_gain * _MILLION)
 
 
 def _ends_by_size(sizes: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rows of experts moved or gated in one pass on NVIDIA GPUs: what `permute` and `grouped` compute in several.
+"""Rows of experts moved or gated, and replicas planned, in one pass on NVIDIA GPUs: `permute`, `grouped`, `replicas`.
 
 Enters: contiguous operands, their leading dimensions in one. Leaves: the rows. Every element has one writer, and a sum
 one order of its terms, so that results do not change from run to run. Importing this module needs Triton.
@@ -13,6 +13,8 @@ from torch import Tensor
 
 # Elements of a program, and the widest part of a row that it has.
 _ELEMENTS, _WIDEST = 2048, 1024
+# The most ranks and experts that one program plans for.
+MOST_RANKS, MOST_EXPERTS = 64, 512
 # Of one group: about as many as run at once. What has more rows goes to them in turn, so that rows that are nobody's,
 # which may be most of a buffer, need no programs.
 PROGRAMS = 2048
@@ -294,3 +296,113 @@ def _run(x: Tensor, gradient: Tensor, counts: Tensor, out: Tensor, fill: bool, *
     grid = (min(triton.cdiv(rows, height), PROGRAMS), triton.cdiv(width, columns), groups)
     options = {"IS_BACKWARD": is_backward, "FILL": fill, "SUM": sum_type(x), "ROWS": height, "WIDTH": columns}
     _gate_kernel[grid](x, gradient, counts, out, rows, width, **options)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _largest_first(sizes, numbers, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns sizes in descending order, of equal ones the lower number first, their numbers and their ends."""
+    keys = tl.sort(sizes * COUNT + (COUNT - 1 - numbers), descending=True)
+    ordered = keys // COUNT
+    return ordered, COUNT - 1 - keys % COUNT, tl.cumsum(ordered, axis=0)
+
+
+@triton.jit
+def _common(end, size, other_end, other_size):  # type: ignore[no-untyped-def]
+    """Returns what two sizes have in common on a line."""
+    return tl.maximum(tl.minimum(end, other_end) - tl.maximum(end - size, other_end - other_size), 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _choose(counts_ptr, home_ptr, moved_ptr, gain, SHAPE: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes which expert is in each slot, and in the first source's row how many pairs go there."""
+    n: tl.constexpr = SHAPE[0]
+    per_rank: tl.constexpr = SHAPE[1]
+    slots: tl.constexpr = SHAPE[2]
+    RANKS: tl.constexpr = TILE[0]
+    LOCAL: tl.constexpr = TILE[1]
+    EXPERTS: tl.constexpr = RANKS * LOCAL
+    rank, local = tl.arange(0, RANKS), tl.arange(0, LOCAL)
+    is_expert = (rank < n)[:, None] & (local < per_rank)[None, :]
+    loads = tl.zeros((RANKS, LOCAL), dtype=tl.int64)
+    for source in range(n):
+        expert = source * n * per_rank + rank[:, None] * per_rank + local[None, :]
+        loads += tl.load(counts_ptr + expert, mask=is_expert, other=0)
+    load = tl.sum(loads, axis=1)
+    even = tl.sum(load, axis=0) // n
+    # Behind a load stands the number of its expert, so that no two keys are equal.
+    keys = tl.sort(loads * LOCAL + local[None, :], dim=1)
+    ascending = keys // LOCAL
+    ends = tl.cumsum(ascending, axis=1)
+    spill = tl.maximum(ends - even, 0) - tl.maximum(ends - ascending - even, 0)
+    spill = tl.where(((load - even) * 1000000 < even * gain)[:, None], 0, spill)
+    numbers = rank[:, None] * per_rank + keys % LOCAL
+    flat, flat_numbers = tl.reshape(spill, (EXPERTS,)), tl.reshape(numbers, (EXPERTS,))
+    chunk, expert, chunk_end = _largest_first(flat, flat_numbers, EXPERTS)
+    room = tl.where(rank < n, tl.maximum(even - load, 0), 0)
+    bucket, holder, bucket_end = _largest_first(room, rank, RANKS)
+    entries = _common(bucket_end[:, None], bucket[:, None], chunk_end[None, :], chunk[None, :])
+    entries = entries * EXPERTS + (EXPERTS - 1 - expert)[None, :]
+    for slot in range(slots):
+        best = tl.max(entries, axis=1)
+        place, pairs = holder * slots + slot, best // EXPERTS
+        home = tl.where(pairs > 0, EXPERTS - 1 - best % EXPERTS, -1)
+        tl.store(home_ptr + place, home, mask=holder < n)
+        tl.store(moved_ptr + place, pairs, mask=holder < n)
+        entries = tl.where(entries == best[:, None], 0, entries)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _plan_kernel(counts_ptr, home_ptr, moved_ptr, gain, SHAPE: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A program plans for one group of ranks."""
+    n: tl.constexpr = SHAPE[0]
+    experts: tl.constexpr = SHAPE[0] * SHAPE[1]
+    places: tl.constexpr = SHAPE[0] * SHAPE[2]
+    PLACES: tl.constexpr = TILE[2]
+    group = tl.program_id(0).to(tl.int64)
+    counts_ptr += group * n * experts
+    home_ptr += group * places
+    moved_ptr += group * n * places
+    _choose(counts_ptr, home_ptr, moved_ptr, gain, SHAPE, TILE)
+    # What other threads wrote is read from here on.
+    tl.debug_barrier()
+    place = tl.arange(0, PLACES)
+    is_place = place < places
+    home = tl.load(home_ptr + place, mask=is_place, other=-1)
+    capacity = tl.load(moved_ptr + place, mask=is_place, other=0)
+    tl.debug_barrier()
+    total = tl.zeros((PLACES,), dtype=tl.int64)
+    for source in range(n):
+        total += tl.load(counts_ptr + source * experts + home, mask=home >= 0, other=0)
+    total = tl.maximum(total, 1)
+    missing = capacity
+    for source in range(n):
+        count = tl.load(counts_ptr + source * experts + home, mask=home >= 0, other=0)
+        missing -= count * capacity // total
+    is_same = home[:, None] == home[None, :]
+    before = is_same & (place[None, :] < place[:, None])
+    missing_end = missing + tl.sum(tl.where(before, missing[None, :], 0), axis=1)
+    left_end = tl.zeros((PLACES,), dtype=tl.int64)
+    for source in range(n):
+        count = tl.load(counts_ptr + source * experts + home, mask=home >= 0, other=0)
+        share = count * capacity // total
+        left = count - tl.sum(tl.where(is_same, share[None, :], 0), axis=1)
+        left_end += left
+        fill = _common(left_end, left, missing_end, missing)
+        tl.store(moved_ptr + source * places + place, share + fill, mask=is_place)
+
+
+def plan(counts: Tensor, home: Tensor, moved: Tensor, gain: int) -> None:
+    """Writes a plan of replicas; see `plan_replicas` of `fxpar.experts.operators.replicas`.
+
+    Args:
+        counts: int64[g, n, E].
+        home: int64[g, n * slots].
+        moved: int64[g, n, n * slots].
+        gain: millionths of the even load.
+    """
+    groups, ranks, experts = counts.shape
+    shape = (ranks, experts // ranks, home.shape[-1] // ranks)
+    # A sort takes two keys or more.
+    tiles = tuple(max(2, triton.next_power_of_2(size)) for size in (*shape[:2], home.shape[-1]))
+    warps = min(16, max(4, tiles[0] * tiles[0] * tiles[1] // 512))
+    _plan_kernel[(groups,)](counts, home, moved, gain, SHAPE=shape, TILE=tiles, num_warps=warps)

@@ -222,6 +222,46 @@ def test_plans_of_groups_are_apart() -> None:
         assert moved[i // 3, i % 3].equal(alone[1])
 
 
+SIZES = [(2, 8, 1, 3), (3, 9, 2, 1), (4, 4, 1, 2), (8, 64, 2, 2), (16, 256, 4, 1), (64, 512, 4, 1), (65, 130, 1, 1)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draw", LOADS)
+@pytest.mark.parametrize(("ranks", "experts", "slots", "groups"), SIZES)
+def test_the_plan_of_a_gpu(
+    ranks: int, experts: int, slots: int, groups: int, draw: Callable[[random.Random, int, int], Counts]
+) -> None:
+    rng = random.Random(ranks)
+    for min_gain in (0.0, 0.125):
+        counts = torch.tensor([draw(rng, ranks, experts) for _ in range(groups)])
+        home, moved = plan_replicas(counts.cuda(), slots, min_gain)
+        on_cpu = plan_replicas(counts, slots, min_gain)
+        assert home.cpu().equal(on_cpu[0])
+        assert moved.cpu().equal(on_cpu[1])
+
+
+@pytest.mark.gpu
+def test_a_captured_plan_follows_the_choices() -> None:
+    experts, slots = 16, 2
+    choices = [torch.randint(0, top, (4, 64, 2), generator=torch.Generator().manual_seed(top)) for top in (3, 16, 7)]
+
+    def run(chosen: Tensor) -> tuple[Tensor, ...]:
+        counts = sort_by_expert(chosen, experts)[1]
+        home, moved = plan_replicas(counts, slots, 0.0)
+        return home, moved, reroute(chosen, home.expand(4, -1), moved, experts, slots)
+
+    static = choices[0].cuda()
+    run(static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run(static)
+    for chosen in choices:
+        static.copy_(chosen)
+        graph.replay()
+        for output, on_cpu in zip(outputs, run(chosen), strict=True):
+            assert output.cpu().equal(on_cpu)
+
+
 # ---------------------------------------------------------------------- what holds of every plan
 
 
@@ -334,10 +374,10 @@ def test_choices_are_renumbered_in_order_and_undone(routing: tuple[Tensor, int, 
 
 
 def test_a_plan_of_other_counts_moves_no_pairs_of_others() -> None:
-    choices = torch.tensor([[[0, 1], [0, 1]]], dtype=torch.int32)
-    rerouted = reroute(choices, torch.tensor([[-1, 0]]), torch.tensor([[5, 3]]), 2, 1)
+    choices = torch.tensor([[[2, 3], [3, 2], [0, 2]]], dtype=torch.int32)
+    rerouted = reroute(choices, torch.tensor([[2, -1]]), torch.tensor([[9, 4]]), 4, 1)
     assert rerouted.dtype == torch.int32
-    assert rerouted.tolist() == [[[3, 2], [3, 2]]]
+    assert rerouted.tolist() == [[[2, 4], [4, 2], [0, 2]]]
 
 
 @pytest.mark.parametrize(
