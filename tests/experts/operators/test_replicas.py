@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fxpar.errors import FxparError
 from fxpar.experts.operators.permute import sort_by_expert
 from fxpar.experts.operators.replicas import (
     ReplicaFigures,
@@ -23,6 +24,10 @@ from fxpar.experts.operators.replicas import (
     simulate_replicas,
     spill_and_room,
 )
+from fxpar.text.parsing import parse_program
+from fxpar.text.printing import print_program
+from fxpar.verify.simulate_ranks import run_ranks, step_of
+from fxpar.verify.static import verify_static
 
 EXAMPLES = settings(max_examples=150, deadline=None, derandomize=True)
 Counts = list[list[int]]
@@ -399,3 +404,51 @@ def test_slots_of_another_source_are_refused() -> None:
     home, moved = plan_replicas(torch.ones(2, 4, dtype=torch.int64), 1, 0.0)
     with pytest.raises(ValueError, match=r"slots \[2\], of \[2, 2\] pairs, for choices \[3, 2\]"):
         reroute(torch.zeros(3, 2, dtype=torch.int64), home, moved, 4, 1)
+
+
+# ---------------------------------------------------------------------- a program of ranks
+
+ON_RANKS = """fxpar 2
+plan {"dp": 2, "ep": 2}
+properties canonical coalesced collectives experts layouts local masks rng sequence vocabulary
+%indices = input["indices"] : i64[2, 6, 2] dp:S(0)
+%sorted = fxpar.sort_by_expert.default(%indices, 4) : (i64[2, 12] dp:S(0); i64[2, 4] dp:S(0))
+%counts = operator.getitem(%sorted, 1) : i64[2, 4] dp:S(0)
+%counts_all = fxpar.all_gather[dp](%counts) : i64[2, 4] dp:S(0)→R
+%plan = fxpar.plan_replicas.default(%counts_all, 1, 0.0) : (i64[2] dp:R; i64[2, 2] dp:R)
+%home = operator.getitem(%plan, 0) : i64[2] dp:R
+%moved = operator.getitem(%plan, 1) : i64[2, 2] dp:R
+%home_by_source = aten.expand.default(%home, [2, 2]) : i64[2, 2] dp:R
+%home_here = fxpar.r_to_s[dp](%home_by_source) : i64[2, 2] dp:R→S(0)
+%moved_here = fxpar.r_to_s[dp](%moved) : i64[2, 2] dp:R→S(0)
+%rerouted = fxpar.reroute.default(%indices, %home_here, %moved_here, 4, 1) : i64[2, 6, 2] dp:S(0)
+return rerouted=%rerouted
+"""
+
+
+def test_ranks_reroute_as_one_device_does() -> None:
+    program = parse_program(ON_RANKS)
+    assert print_program(program) == ON_RANKS
+    verify_static(program)
+    choices = torch.tensor([[[0, 1]] * 5 + [[2, 0]], [[3, 1]] * 3 + [[1, 0]] * 3])
+    home, moved = plan_replicas(sort_by_expert(choices, 4)[1], 1, 0.0)
+    one = reroute(choices, home.expand(2, -1), moved, 4, 1)
+    ranks = run_ranks(step_of(program), {}, {"indices": choices}, {})
+    assert torch.cat([rank.outputs["rerouted"] for rank in ranks]).equal(one)
+    # To the slot of the second rank: the first has 20 of 24 pairs.
+    assert int((one == 5).sum()) == 20 - 24 // 2
+
+
+@pytest.mark.parametrize(
+    ("line", "edited", "reason"),
+    [
+        ("replicas.default(%counts_all", "replicas.default(%counts", "needs the whole of dimension 0"),
+        ("%home_here, %moved_here", "%home_here, %moved", "moved is R where S\\(0\\) fits"),
+        ("%moved_here, 4, 1)", "%counts, 4, 1)", "slots \\[1, 2\\], of \\[1, 4\\] pairs"),
+        ("%counts_all, 1, 0.0) : (i64[2]", "%counts_all, 3, 0.0) : (i64[6]", "3 spare slots"),
+    ],
+)
+def test_another_program_is_refused(line: str, edited: str, reason: str) -> None:
+    assert ON_RANKS.count(line) == 1
+    with pytest.raises(FxparError, match=reason):
+        verify_static(parse_program(ON_RANKS.replace(line, edited)))
