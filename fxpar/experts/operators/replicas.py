@@ -2,7 +2,8 @@
 
 Enters: how many pairs each rank has for each expert. Leaves: operators of torch that plan an even load and renumber
 choices. They consist of integers and depend on no order of threads, so that all ranks plan the same; nothing is read
-on the host. Torch's operations, some 55 launches for a plan, are the reference of the kernel that GPUs run.
+on the host. Torch's operations, 55 launches for a plan and 33 to renumber sorted pairs, are the reference of the two
+kernels that GPUs run.
 
 Terms: E experts stand on n ranks, as many on each and in order; each rank has `slots` spare slots after its experts.
 The *even load* is that of all pairs over n, rounded down. What a rank has beyond is its *spill*, what it lacks is its
@@ -13,6 +14,7 @@ sizes the lower number comes first.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -60,8 +62,8 @@ def plan_replicas(counts: Tensor, slots: int, min_gain: float) -> tuple[Tensor, 
         ValueError: the ranks do not divide the experts, or a rank has more slots than experts, or none.
     """
     home, moved = _planned_shapes(counts, slots, min_gain)
-    module = kernels_on_device(counts)
-    if module is not None and counts.shape[-2] <= module.MOST_RANKS and counts.shape[-1] <= module.MOST_EXPERTS:
+    module = _kernels_for(counts, *counts.shape[-2:])
+    if module is not None:
         module.plan(flat_groups(counts, 2), flat_groups(home, 1), flat_groups(moved, 2), _in_millionths(min_gain))
         return home, moved
     spill, room = spill_and_room(counts, min_gain)
@@ -72,6 +74,12 @@ def plan_replicas(counts: Tensor, slots: int, min_gain: float) -> tuple[Tensor, 
     pairs = pairs_of_sources(counts, torch.zeros_like(entries).scatter(-1, home, largest))
     moved = pairs.gather(-1, home.unsqueeze(-3).expand(*pairs.shape[:-1], slots))
     return torch.where(largest > 0, home, -1).flatten(-2), moved.flatten(-2)
+
+
+def _kernels_for(x: Tensor, ranks: int, experts: int) -> ModuleType | None:
+    """Returns the module of kernels for so many ranks and experts on a tensor's device; None where there is none."""
+    module = kernels_on_device(x)
+    return module if module is not None and ranks <= module.MOST_RANKS and experts <= module.MOST_EXPERTS else None
 
 
 def spill_and_room(counts: Tensor, min_gain: float) -> tuple[Tensor, Tensor]:
@@ -158,8 +166,13 @@ def reroute(indices: Tensor, home: Tensor, moved: Tensor, experts: int, slots: i
     Returns:
         As `indices`.
     """
-    _like_indices(indices, home, moved, experts, slots)
+    renumbered = _like_indices(indices, home, moved, experts, slots)
     order, counts = sort_by_expert(indices, experts)
+    module = _kernels_for(indices, home.shape[-1] // slots, experts)
+    if module is not None:
+        operands = (flat_groups(x, 1) for x in (order, counts, home, moved))
+        module.renumber(*operands, slots, flat_groups(renumbered, 2).flatten(1))
+        return renumbered
     ends, numbers = _runs(home, moved, counts, slots)
     place = torch.arange(order.shape[-1], device=order.device).expand(order.shape).contiguous()
     rerouted = numbers.gather(-1, torch.searchsorted(ends, place, right=True)).to(indices.dtype)

@@ -406,3 +406,56 @@ def plan(counts: Tensor, home: Tensor, moved: Tensor, gain: int) -> None:
     tiles = tuple(max(2, triton.next_power_of_2(size)) for size in (*shape[:2], home.shape[-1]))
     warps = min(16, max(4, tiles[0] * tiles[0] * tiles[1] // 512))
     _plan_kernel[(groups,)](counts, home, moved, gain, SHAPE=shape, TILE=tiles, num_warps=warps)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _reroute_kernel(  # type: ignore[no-untyped-def]
+    order_ptr, counts_ptr, home_ptr, moved_ptr, out_ptr, rows, SHAPE: tl.constexpr, TILE: tl.constexpr
+):
+    """A program renumbers every so many-th tile of an expert's pairs; after the last expert come those of nobody."""
+    per_rank: tl.constexpr = SHAPE[1]
+    slots: tl.constexpr = SHAPE[2]
+    experts: tl.constexpr = SHAPE[0] * SHAPE[1]
+    places: tl.constexpr = SHAPE[0] * SHAPE[2]
+    EXPERTS: tl.constexpr = TILE[0]
+    PLACES: tl.constexpr = TILE[1]
+    ROWS: tl.constexpr = TILE[2]
+    expert, group = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    number, place = tl.arange(0, EXPERTS), tl.arange(0, PLACES)
+    counts = tl.load(counts_ptr + group * experts + number, mask=number < experts, other=0)
+    start = tl.sum(tl.where(number < expert, counts, 0), axis=0)
+    end = start + tl.sum(tl.where(number == expert, counts, 0), axis=0)
+    end = tl.where(expert == experts, rows, end)
+    home = tl.load(home_ptr + group * places + place, mask=place < places, other=-1)
+    moved = tl.load(moved_ptr + group * places + place, mask=home == expert, other=0)
+    ends = tl.where(home == expert, start + tl.cumsum(moved, axis=0), 0)
+    at_slot = place // slots * (per_rank + slots) + per_rank + place % slots
+    at_home = expert // per_rank * (per_rank + slots) + expert % per_rank
+    at_home = tl.where(expert == experts, experts + places, at_home)
+    for first in range(start + tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        pair = tl.load(order_ptr + group * rows + row, mask=row < end, other=0)
+        # Numbers of slots ascend as slots do, and are below nobody's.
+        slot = tl.min(tl.where(ends[None, :] > row[:, None], at_slot[None, :], experts + places), axis=1)
+        target = tl.where(slot < experts + places, slot, at_home)
+        tl.store(out_ptr + group * rows + pair, target.to(out_ptr.dtype.element_ty), mask=row < end)
+
+
+def renumber(order: Tensor, counts: Tensor, home: Tensor, moved: Tensor, slots: int, out: Tensor) -> None:
+    """Writes the new numbers of choices; see `reroute` of `fxpar.experts.operators.replicas`.
+
+    Args:
+        order, counts: int64[g, T * K] and int64[g, E], of `sort_by_expert`.
+        home, moved: int64[g, n * slots].
+        out: int[g, T * K].
+    """
+    (groups, rows), experts, places = order.shape, counts.shape[-1], home.shape[-1]
+    if rows:
+        ranks = places // slots
+        shape = (ranks, experts // ranks, slots)
+        tiles = triton.next_power_of_2(experts), triton.next_power_of_2(places)
+        height = max(16, min(256, _ELEMENTS // tiles[1]))
+        # Of one expert, which may have all rows.
+        programs = min(16, triton.cdiv(rows, height))
+        grid, operands = (programs, experts + 1, groups), (order, counts, home, moved, out)
+        _reroute_kernel[grid](*operands, rows, SHAPE=shape, TILE=(*tiles, height))

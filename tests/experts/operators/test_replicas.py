@@ -246,6 +246,24 @@ def test_the_plan_of_a_gpu(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("most", [1, 3, 100])
+@pytest.mark.parametrize(("ranks", "experts", "slots", "tokens"), [(2, 8, 2, 0), (4, 12, 2, 5000), (64, 512, 4, 70)])
+def test_choices_are_renumbered_on_a_gpu(
+    ranks: int, experts: int, slots: int, tokens: int, most: int, dtype: torch.dtype
+) -> None:
+    """Of one expert, of a few, and of many with some that are no expert's numbers."""
+    top = min(most, experts + 1)
+    choices = torch.randint(-(most > 3), top, (ranks, tokens, 3), generator=torch.Generator().manual_seed(most))
+    home, moved = plan_replicas(sort_by_expert(choices, experts)[1], slots, 0.0)
+    choices, homes = choices.to(dtype), home.expand(ranks, -1)
+    rerouted = reroute(choices, homes, moved, experts, slots)
+    on_gpu = reroute(choices.cuda(), homes.cuda(), moved.cuda(), experts, slots)
+    assert on_gpu.dtype == dtype
+    assert on_gpu.cpu().equal(rerouted)
+
+
+@pytest.mark.gpu
 def test_a_captured_plan_follows_the_choices() -> None:
     experts, slots = 16, 2
     choices = [torch.randint(0, top, (4, 64, 2), generator=torch.Generator().manual_seed(top)) for top in (3, 16, 7)]
