@@ -1,8 +1,9 @@
 """A value once for each rank of an axis, and the sum of what the ranks made of it.
 
 Enters: nothing. Leaves: the records of `fxpar.expand_over` and `fxpar.sum_over`, each the other's adjoint, and of
-`fxpar.shard_over`, by which a program says itself which dimension an axis cuts. Neither
-moves anything: a rank has one index of the dimension, and what is summed is partial. What all ranks have of one value,
+`fxpar.shard_over` and `fxpar.replicate_over`, by which a program says itself which dimension an axis cuts, or that it
+cuts none. They move nothing: a rank has one index of the dimension, and what is summed is partial. What all ranks have
+of one value,
 and each computes with operands of its own, it computes so as one of a leading dimension
 (`fxpar/experts/compiler/dispatch.py`).
 """
@@ -59,6 +60,10 @@ def _sharded(call: OpCall) -> Signature | Refusal:
     dim = int(call.get("dim"))
     cut = shard(dim, call.operands[0].shape[dim])
     return Signature((cut,), (cut,))
+
+
+def _replicated(call: OpCall) -> Signature:
+    return Signature((R,), (R,))
 
 
 def demanding(demand: Demand, **fields: Any) -> Callable[..., Operator]:
@@ -187,4 +192,19 @@ def shard_over(self: Any, dim: int, *, axis: str) -> Any:
     Args:
         self: any shape.
         dim: the dimension, of whose size the axis has a divisor of ranks.
+    """
+
+
+@demanding(
+    _replicated,
+    like=torch.ops.aten.alias.default,
+    shape=lambda call: call.args[0],
+    lower=_lower,
+    stops_gradient=True,
+)
+def replicate_over(self: Any, *, axis: str) -> Any:
+    """Has each rank of the axis have the whole value, R → R: what decides something for all ranks.
+
+    Args:
+        self: any shape, without a gradient.
     """

@@ -13,7 +13,7 @@ from fxpar.ops.attention import attention_backward, attention_forward
 from fxpar.ops.collectives import COERCION_OF, all_reduce_coalesced, sum_gradients
 from fxpar.ops.operator import Operator
 from fxpar.ops.random import attention, axis_index, dropout, uniform, uniform_like
-from fxpar.ops.rank_dim import expand_over, shard_over, sum_over
+from fxpar.ops.rank_dim import expand_over, replicate_over, shard_over, sum_over
 from fxpar.ops.small_operators import function, item, size, transfer, zeros
 from fxpar.ops.token_chunks import add_chunks, chunk_size, join_chunks, take_chunk
 from fxpar.ops.vocabulary import (
@@ -60,7 +60,7 @@ register(
     *(embedding, cross_entropy, nll_loss, log_softmax, logsumexp, argmax, topk),
     *(cross_entropy_forward, cross_entropy_backward, embedding_backward, nll_loss_backward),
     *(log_softmax_backward, logsumexp_backward, topk_backward),
-    *(sum_gradients, all_reduce_coalesced, shard_over, expand_over, sum_over),
+    *(sum_gradients, all_reduce_coalesced, shard_over, replicate_over, expand_over, sum_over),
     *(function, size, zeros, item, transfer),
     *(take_chunk, join_chunks, add_chunks, chunk_size),
 )

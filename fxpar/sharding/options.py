@@ -25,7 +25,7 @@ from fxpar.ir.program import Program, describe, operands, output_types, tensor_t
 from fxpar.layout.layout import I, Placement, R, fits, shard
 from fxpar.layout.symbolic_sizes import Size, names
 from fxpar.ops.operator import Operator
-from fxpar.ops.rank_dim import expand_over, shard_over, sum_over
+from fxpar.ops.rank_dim import expand_over, replicate_over, shard_over, sum_over
 from fxpar.rules import Refusal, Signature, call_of, inferred, rule_of, seeded
 from fxpar.sharding.parameter_cuts import (
     all_cuts,
@@ -228,7 +228,7 @@ def without_demand(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]
         return aten.unsqueeze.default, node.args, {}
     if node.target is sum_over:
         return aten.squeeze.dim, node.args, {}
-    if node.target is shard_over:
+    if node.target in (shard_over, replicate_over):
         return aten.alias.default, node.args[:1], {}
     return node.target, node.args, node.kwargs
 

@@ -99,7 +99,7 @@ _SAVING = ("cross_entropy_forward",)
 # Operators that the oracle cannot run on one rank alone, or has no freedom to try, and why.
 COMMUNICATING: Mapping[str, str] = {
     **dict.fromkeys(
-        ("fxpar.shard_over", "fxpar.expand_over", "fxpar.sum_over"),
+        ("fxpar.shard_over", "fxpar.replicate_over", "fxpar.expand_over", "fxpar.sum_over"),
         "it says what the ranks hold, and gives that: programs with it are checked by value",
     ),
     **dict.fromkeys(
