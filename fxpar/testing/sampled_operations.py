@@ -115,6 +115,10 @@ COMMUNICATING: Mapping[str, str] = {
         "it moves tokens between ranks: programs with it are checked by value",
     ),
     **dict.fromkeys(
+        ("fxpar.replicate_experts", "fxpar.return_replicas"),
+        "it moves weights between ranks: programs with it are checked by value",
+    ),
+    **dict.fromkeys(
         map(str, COMPOSITE_OF.values()),
         "it communicates inside: its ranks are simulated together, against the whole vocabulary (test_vocabulary)",
     ),
