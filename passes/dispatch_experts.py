@@ -8,6 +8,7 @@ from torch import fx
 from fxpar.errors import PlanError
 from fxpar.experts.compiler.dispatch import dispatch_of
 from fxpar.experts.compiler.expert_capacity import limit_rows
+from fxpar.experts.compiler.expert_replicas import add_spare_slots
 from fxpar.experts.compiler.routed_rows import Routed, routed
 from fxpar.ir.program import Program, describe, note, operands, output_node
 from fxpar.ir.properties import Property
@@ -41,6 +42,8 @@ def dispatch_experts(program: Program) -> Program:
     depends on the routing and nothing waits for the host. Values and gradients stay equal; with a `capacity_factor`
     they are those of a device that drops the same rows (`expert_capacity`).
 
+    With `spare_experts` rows of hot experts go to replicas of these on ranks with few rows (`expert_replicas`).
+
     Further outputs of each layer say how many rows each expert receives (`fxpar.load.…`), how many pairs are dropped
     (`fxpar.dropped.…`), and for how many rows a `recv_capacity_factor` has no place (`fxpar.excess.…`): what was
     computed is not to be used then.
@@ -70,7 +73,8 @@ def dispatch_experts(program: Program) -> Program:
     outputs: dict[str, fx.Node] = {}
     for region in regions:
         limit = limit_rows(program, region)
-        layer = dispatch_of(program, region, limit)(program, region, limit)
+        region, replicas = add_spare_slots(program, region)
+        layer = dispatch_of(program, region, limit)(program, region, limit, replicas)
         layer.run()
         program = program.with_(counted=(*program.counted, *layer.counted))
         if holders:

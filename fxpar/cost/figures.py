@@ -280,6 +280,7 @@ class ExpertLoad:
     """Rows that one layer's experts received in the last step, over all its microbatches.
 
     Attributes:
+        experts: of each expert, without the rows of its replicas.
         ranks: of each rank, in the order of the mesh: ranks that split the same experts have the same rows.
         dropped: how many more went beyond the capacity of experts; None where that has no limit.
     """

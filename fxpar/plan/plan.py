@@ -271,6 +271,11 @@ class Plan:
                     "experts.recv_capacity_factor repeats steps, which CudaGraphs('transformer_engine') cannot: leave "
                     "it out, or give CudaGraphs('full_iteration') or CudaGraphs('partial')"
                 )
+        if self.experts.spare_experts and self.ep == 1:
+            yield (
+                f"experts.spare_experts={shown(self.experts.spare_experts)} is of experts on several ranks, and ep=1: "
+                "give ep of at least 2, or leave it out"
+            )
         if dispatch != "static" and self.ep == 1:
             yield f"experts.dispatch={shown(dispatch)} is of experts on several ranks, and ep=1: give ep of at least 2"
         if dispatch == "dropless" and graphs.impl not in ("none", "partial"):

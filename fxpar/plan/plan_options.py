@@ -208,6 +208,10 @@ class Experts(OptionGroup):
             equal ones those that stand first; `position`, those that stand first.
         pad_to_capacity: with a `capacity_factor` and `static` dispatch, whether each expert computes as many rows as
             its capacity, rows of zeros where it has fewer: products whose sizes no routing changes.
+        spare_experts: spare slots of each rank of `ep`, for replicas of experts that other ranks hold. Experts of the
+            fullest ranks have replicas on ranks with fewer rows, in each microbatch others, so that no rank has more
+            rows than with an even load, as far as slots suffice. Values stay what they are. Replicas are no parameters:
+            their gradients are added to those of the experts.
         expert_modules: globs on the names of modules of experts (`*.mlp.experts`) whose forward is
             `(hidden_states [T, h], top_k_index [T, K], top_k_weights [T, K]) -> [T, h]`, with a loop over experts that
             depends on the routing, and so cannot be traced. They are computed as experts on rows instead, from weights
@@ -224,6 +228,7 @@ class Experts(OptionGroup):
     capacity_factor: int | float | None = None
     drop_policy: str = "probs"
     pad_to_capacity: bool = False
+    spare_experts: int = 0
     expert_modules: tuple[str, ...] = ()
 
     def problems(self) -> Iterator[str]:
@@ -234,6 +239,8 @@ class Experts(OptionGroup):
         if factor is not None and (type(factor) not in (int, float) or not 1 <= factor < 2**16):
             yield f"experts.recv_capacity_factor must be a number of at least 1, got {shown(factor)}"
         yield from wrong_switch("experts.pad_to_capacity", self.pad_to_capacity)
+        if type(self.spare_experts) is not int or not 0 <= self.spare_experts < 2**16:
+            yield f"experts.spare_experts must be a whole number of at least 0, got {shown(self.spare_experts)}"
         if self.capacity_factor is None:
             depends = {"drop_policy": self.drop_policy != "probs", "pad_to_capacity": self.pad_to_capacity is True}
             for name in (name for name, is_set in depends.items() if is_set):

@@ -28,7 +28,7 @@ class Loads:
 
     Attributes:
         names: of the outputs that say it.
-        local_experts: experts of a rank in each of these layers.
+        local_experts: experts and spare slots of a rank in each of these layers.
         dropped: of the outputs that say how many rows were dropped.
         counts: i64 [ranks, experts of a rank in all these layers, and after them what each rank dropped in each].
     """
@@ -51,12 +51,12 @@ class Loads:
 
 
 def _by_expert(by_rank: Sequence[Sequence[int]], plan: Plan) -> tuple[int, ...]:
-    """Returns rows of each expert of a layer.
+    """Returns rows of each expert of a layer where it is at home.
 
     Args:
-        by_rank: of each rank in nesting order of the plan's axes, the rows of each of its experts.
+        by_rank: of each rank in nesting order of the plan's axes, the rows of each of its experts and spare slots.
     """
-    per_rank, axes, holders = len(by_rank[0]), plan.axes, plan.mesh.holders
+    per_rank, axes, holders = len(by_rank[0]) - plan.experts.spare_experts, plan.axes, plan.mesh.holders
     experts = [0] * (per_rank * prod(holders.values()))
     for rank, rows in enumerate(by_rank):
         place = coordinates(axes, rank)
@@ -65,7 +65,7 @@ def _by_expert(by_rank: Sequence[Sequence[int]], plan: Plan) -> tuple[int, ...]:
         block = 0
         for axis, size in holders.items():
             block = block * size + place[axis]
-        for index, count in enumerate(rows):
+        for index, count in enumerate(rows[:per_rank]):
             experts[block * per_rank + index] += count
     return tuple(experts)
 

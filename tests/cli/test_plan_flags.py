@@ -76,6 +76,7 @@ PLANS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "capacity_factor": one("capacity_factor", st.one_of(parts, sizes)),
     "drop_policy": one("drop_policy", words("probs", "position"), capacity_factor=1.25),
     "pad_to_capacity": one("pad_to_capacity", st.booleans(), capacity_factor=1.25),
+    "spare_experts": one("spare_experts", sizes, **experts),
     "size_programs": one("size_programs", sizes),
     "cuda_graphs": one("cuda_graphs", st.builds(CudaGraphs, st.just("partial"), st.just(("attn", "mlp")), sizes)),
     "cost": one("cost", st.builds(Cost, parts, hidden=st.just(0.25), axes=st.just({"dp": {"latency": 2e-5}}))),

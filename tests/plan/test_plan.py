@@ -250,6 +250,9 @@ def test_how_rows_travel_is_an_option_of_experts_on_several_ranks() -> None:
     budgeted = Plan.from_yaml("{dp: 2, ep: 2, experts: {recv_capacity_factor: 1.25}}")
     assert budgeted == Plan(dp=2, ep=2, experts=Experts(recv_capacity_factor=1.25))
     assert budgeted.on_one_rank().experts.recv_capacity_factor is None
+    spare = Plan.from_yaml("{dp: 2, ep: 2, experts: {spare_experts: 1}}")
+    assert spare == Plan(dp=2, ep=2, experts=Experts(spare_experts=1))
+    assert spare.on_one_rank() == Plan()
 
 
 def test_what_an_expert_takes_is_an_option_of_every_layout() -> None:
@@ -326,6 +329,12 @@ def test_what_an_expert_takes_is_an_option_of_every_layout() -> None:
             "choose one of static, allgather, alltoall, dropless",
         ),
         ({"experts": Experts("dropless"), "dp": 2}, "and ep=1: give ep of at least 2"),
+        (
+            {"experts": Experts(spare_experts=1), "dp": 2},
+            "spare_experts=1 is of experts on several ranks, and ep=1: give ep of at least 2, or leave it out",
+        ),
+        ({"experts": Experts(spare_experts=-1), "dp": 2, "ep": 2}, "must be a whole number of at least 0, got -1"),
+        ({"experts": Experts(spare_experts=True), "dp": 2, "ep": 2}, "must be a whole number of at least 0, got True"),
         (
             {"experts": Experts("allgather"), "dp": 2},
             "dispatch='allgather' is of experts on several ranks, and ep=1",

@@ -27,6 +27,12 @@ PLANS: list[Any] = [
     pytest.param({"dp": 2, "tp": 2, "ep": 2}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2, "pp": 2}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2, "recompute": Recompute("full")}, marks=pytest.mark.matrix),
+    {"dp": 2, "ep": 2, "experts": Experts(spare_experts=1), "recompute": Recompute("full")},
+    pytest.param({"dp": 2, "ep": 2, "experts": Experts(spare_experts=1)}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "experts": Experts(spare_experts=1), "compile": True}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "tp": 2, "ep": 2, "experts": Experts(spare_experts=1)}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "pp": 2, "experts": Experts(spare_experts=1)}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "experts": Experts("dropless", spare_experts=1)}, marks=pytest.mark.matrix),
     {"dp": 2, "ep": 2, "experts": Experts("dropless")},
     pytest.param({"tp": 2, "ep": 2, "etp": 1, "experts": Experts("dropless")}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "tp": 2, "ep": 4, "etp": 1, "experts": Experts("dropless")}, marks=pytest.mark.matrix),
@@ -131,6 +137,15 @@ def test_the_load_of_the_last_step_is_in_the_report(
         assert found.imbalance == (2.0, 2.0)
         assert "load of experts" in text
         assert f"{tokens} {tokens} 0 0" in text
+
+
+def test_replicas_of_hot_experts_take_rows_of_theirs(world2: World) -> None:
+    """One rank has the two experts with 80 rows each, and the other one a replica of the second."""
+    for (_, behind), _ in world2.run(
+        expert_jobs.loads, {"dp": 2, "ep": 2, "experts": Experts(spare_experts=1)}, "one", 2
+    ):
+        (found,) = behind
+        assert (found.experts, found.ranks) == ((80, 0, 0, 0), (80, 80))
 
 
 def test_the_report_says_how_many_rows_were_dropped(world2: World) -> None:

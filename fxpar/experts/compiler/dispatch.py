@@ -22,6 +22,7 @@ from torch import fx
 from fxpar.errors import PassError, PlanError
 from fxpar.experts.compiler.emitter import Emitter
 from fxpar.experts.compiler.expert_capacity import Limit, as_written
+from fxpar.experts.compiler.expert_replicas import Replicas
 from fxpar.experts.compiler.routed_rows import Routed
 from fxpar.experts.compiler.token_cuts import HolderDims, token_cut
 from fxpar.experts.operators.selective_dispatch import expand_needed, needed_part, sum_needed
@@ -63,8 +64,8 @@ class Dispatch:
     _expert_order: fx.Node  # of the rows that a holder received
     _viewed_rows: Any = -1  # how many rows a holder has, as a view takes it
 
-    def __init__(self, program: Program, region: Routed, limit: Limit | None) -> None:
-        self.program, self.region, self.limit = program, region, limit
+    def __init__(self, program: Program, region: Routed, limit: Limit | None, replicas: Replicas | None) -> None:
+        self.program, self.region, self.limit, self.replicas = program, region, limit, replicas
         self.emit, axes = Emitter(program.graph, region.sort), program.mesh.holders
         self.dropped = limit.dropped(self.emit) if limit is not None and axes else None
         self.local_experts, self.bound = region.experts_of_each(prod(axes.values())), _bound(program, region, limit)
@@ -155,9 +156,10 @@ class Dispatch:
 
     def _sort_source(self, indices: fx.Node) -> list[fx.Node]:
         """Sorts [tokens, K] by expert → of each source the order of its pairs, [lead, rows], and how many each has."""
-        # Those that are limited are apart already, but where tensor ranks do not share tokens out.
-        is_apart = self.limit is not None and tensor_type(self.limit.indices).shape[:-2] == self.source_dims
-        chosen = self.limit.indices if self.limit is not None and is_apart else self._apart(indices)
+        # Those that are limited are apart already, but for replicas, and where tensor ranks do not share tokens out.
+        limited = None if self.limit is None or self.replicas else self.limit.indices
+        is_apart = limited is not None and tensor_type(limited).shape[:-2] == self.source_dims
+        chosen = limited if limited is not None and is_apart else self._apart(indices)
         self._count_tokens(chosen)
         return self._sort_by_expert(chosen, self.region.experts)
 
@@ -251,9 +253,9 @@ class Dispatch:
             return self._counts
         if not output_types(arg):  # the number of rows
             return self._row_count  # type: ignore[no-any-return]
-        if arg not in self._weights:  # [experts, …] → [holders, experts of each, …], cut over them
-            shape = (*self.holders.axes.values(), self.local_experts, *tensor_type(arg).shape[1:])
-            self._weights[arg] = self.holders.over(self.emit.view(arg, shape, shape))
+        if arg not in self._weights:
+            weights = self.holders.share_out(arg)
+            self._weights[arg] = self.replicas.replicate(self.emit, self.holders, weights) if self.replicas else weights
         return self._weights[arg]
 
     def _exchange_counts(self, counts: fx.Node) -> fx.Node:

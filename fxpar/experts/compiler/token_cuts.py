@@ -148,6 +148,12 @@ class HolderDims:
             value = self._emit.over(value, dim, axis)
         return value
 
+    def share_out(self, weights: fx.Node) -> fx.Node:
+        """Maps [experts, …] → [holders, experts of each, …], cut over them."""
+        experts, *others = tensor_type(weights).shape
+        shape = (*self.axes.values(), int(experts) // self.ranks, *others)
+        return self.over(self._emit.view(weights, shape, shape))
+
     def to_holders(self, value: fx.Node, sizes: Sequence[Any], shape: Sequence[Size]) -> fx.Node:
         """Maps [lead, holders * n, …] → [outer, holders, merged, n, …]: what each holder receives.
 
@@ -189,6 +195,14 @@ class HolderDims:
         """Maps [outer, …] → [outer, holders, …]: the same for each holder."""
         for place, axis in enumerate(self.axes, len(self.outer)):
             value = self._emit.call(expand_over, (value, place), self.expanded(value, place, axis), axis=axis)
+        return value
+
+    def for_outer(self, value: fx.Node) -> fx.Node:
+        """Maps [holders, …] → [outer, holders, …]: the same for each of the data axes outside of holders."""
+        for place, (index, size) in enumerate(zip(self._outer, self.outer, strict=True)):
+            kind = tensor_type(value)
+            kind = TensorType(kind.dtype, (*kind.shape[:place], size, *kind.shape[place:]))
+            value = self._emit.call(expand_over, (value, place), kind, axis=self._names[index])
         return value
 
     def expanded(self, value: fx.Node, place: int, axis: str) -> TensorType:
