@@ -14,6 +14,7 @@ from fxpar.ir.program import Program, note, update
 from fxpar.ir.properties import Property
 from fxpar.ir.step import BACKWARD, is_forward
 from fxpar.manager import register_pass
+from fxpar.ops.operator import Operator
 from fxpar.passes.differentiate import forward_of
 from fxpar.rewrite.emit import compute_again, is_repeatable
 
@@ -39,6 +40,8 @@ def recompute(program: Program) -> Program:
     and these are one. Draws draw the same bits again; collectives inside of a region or layer run again. Values stay
     equal.
 
+    Weights in spare slots of experts are sent again too (`Operator.resent`), but for `Recompute("selective")`.
+
     Algorithm: copies of what is not kept stand each in front of the first node of the backward that needs it, in the
     order of the forward.
     """
@@ -50,10 +53,17 @@ def recompute(program: Program) -> Program:
     if is_full and any(is_forward(read) for n in backward for read in n.all_input_nodes):
         whole, forward = _with_layers(program, forward)
         compute_again(program, {node for part in whole for node in _interior(part)}, backward)
+    if program.plan.recompute.mode != "selective":
+        compute_again(program, {node for node in forward if is_resent(node)}, backward)
     for region in _regions(forward):
         region_backward = [node for node in backward if note(node).recompute == note(region[0]).recompute]
         compute_again(program, set(region), region_backward)
     return program
+
+
+def is_resent(node: fx.Node) -> bool:
+    """Returns whether what an operator sends is sent again in the backward, unless a budget decides."""
+    return isinstance(node.target, Operator) and node.target.resent
 
 
 def mark_layers(program: Program) -> None:

@@ -34,6 +34,7 @@ from fxpar.manager import register_pass
 from fxpar.ops.collectives import all_gather
 from fxpar.ops.operator import Operator
 from fxpar.passes.differentiate import forward_of
+from fxpar.passes.recompute import is_resent
 from fxpar.rewrite.emit import compute_again, is_repeatable
 from fxpar.rules import bind_arguments
 
@@ -120,7 +121,7 @@ def _kinds(program: Program, stored: Storages, sent: set[str]) -> tuple[set[fx.N
         if not is_forward(node) or not is_repeatable(node) or node in weights or node in crossing:
             continue
         if node.name in sent:
-            kinds[1].update([node] if node.target is all_gather else [])
+            kinds[1].update([node] if node.target is all_gather or is_resent(node) else [])
         else:
             kinds[2 if node in dear or _is_foreign(node) or unknown_product(node) else 0].add(node)
     return kinds

@@ -236,6 +236,7 @@ class Operator(GraphOperator):
         apart: whether each of its axes cuts a dimension of its own, where it names several.
         copies: whether copies between the ranks' memories can carry what it sends.
         one_shot: whether those are one call in any case, which sends and waits, however little it sends.
+        resent: whether the backward has it sent again, and it is not kept, where no budget of the plan decides.
         draws: whether it draws bits of the counter generator: it has an identity and takes the generator's state.
         derivative: makes nodes of the backward and gives the gradient of each tensor operand; None where PyTorch's
             autograd is traced, or where there is no gradient.
@@ -261,6 +262,7 @@ class Operator(GraphOperator):
     apart: bool = False
     copies: bool = False
     one_shot: bool = False
+    resent: bool = False
     draws: bool = False
     derivative: Callable[[Reverse], Gradients] | None = None
     saving: Callable[[fx.Node], Saving] | None = None

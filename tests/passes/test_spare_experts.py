@@ -12,10 +12,12 @@ from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.cost.capturable import capture_regions
 from fxpar.cost.communication import collectives
-from fxpar.errors import FxparError, PlanError
-from fxpar.experts.operators.replicated_weights import add_replicas
+from fxpar.errors import CheckFailed, FxparError, PlanError
+from fxpar.experts.operators.replicated_weights import add_replicas, replicate_experts
 from fxpar.ir.program import Program
+from fxpar.ir.step import is_forward
 from fxpar.manager import PassManager
+from fxpar.passes import STEP_PASSES
 from fxpar.passes.differentiate import differentiate
 from fxpar.passes.mark_regions import mark_regions
 from fxpar.plan.plan import Plan
@@ -150,6 +152,27 @@ def test_it_is_static_and_sends_the_slots_alone() -> None:
     back = [(c.op, c.phase, c.bytes) for c in collectives(step) if c.node.startswith("return_replicas")]
     assert sorted(back) == sorted(("all_gather", "backward", size) for size in sizes)
     assert capture_regions(step)[1] == []
+
+
+def test_the_backward_has_weights_sent_again() -> None:
+    """Those that it reads, which are not biases; in no layer they stay until then."""
+    step = PassManager(STEP_PASSES).run(program_of((2, 1, 1, 2), "one"))
+    again = [(c.op, c.bytes) for c in collectives(step) if c.phase == "recompute"]
+    assert again == [("reduce_scatter", 2 * 8 * 12 * 8), ("reduce_scatter", 2 * 24 * 8 * 8)]
+    for node in step.graph.nodes:
+        if node.target is replicate_experts and not is_forward(node):
+            assert not any(is_forward(user) for user in node.users)
+        elif node.target is replicate_experts:
+            assert all(is_forward(user) for user in node.users)
+
+
+@pytest.mark.parametrize("dispatch", ["allgather", "alltoall"])
+def test_buffers_for_an_even_load_are_enough(dispatch: str) -> None:
+    """All rows are of the two experts of one rank."""
+    assert compared(program_of((2, 1, 1, 2), "one", dispatch=dispatch, recv_capacity_factor=1), "one").ok
+    program = program_of((2, 1, 1, 2), "one", spare_experts=0, dispatch=dispatch, recv_capacity_factor=1)
+    with pytest.raises(CheckFailed, match="rows more than the plan's recv_capacity_factor has places for"):
+        compared(program, "one")
 
 
 def test_slots_are_no_parameters() -> None:

@@ -84,6 +84,7 @@ def test_ranks_train_what_one_process_trains(request: pytest.FixtureRequest, pla
 
 
 MOVES: list[Any] = [
+    pytest.param({"dp": 2, "ep": 2, "experts": Experts(spare_experts=1)}, [{"tp": 2}, {}], marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2}, [{"tp": 2}, {}], marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "tp": 2, "ep": 4, "etp": 1}, [{"dp": 4, "ep": 2}, {"tp": 2}, {}], marks=pytest.mark.matrix),
 ]

@@ -233,6 +233,7 @@ _record = partial(Operator, rule=Rule(_labels, _APART.partial, seed=_seed, check
     shape=_replicated_shape,
     lower=_lower_replicas,
     sends=("reduce_scatter", "all_gather"),
+    resent=True,
     derivative=_of_replicas,
 )
 def replicate_experts(self: Any, home: Any, *, axis: str) -> Any:
