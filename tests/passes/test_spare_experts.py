@@ -68,6 +68,7 @@ EVERY_TIME = [
     (*RUNS[1], "learned"),
     (*RUNS[2], "some"),
     (*RUNS[4], "one"),
+    (*RUNS[9], "one"),
     (*RUNS[10], "one"),
     (*RUNS[14], "one"),
 ]
@@ -131,7 +132,7 @@ LIMITED = [(mesh, limit) for mesh in ({"dp": 2, "ep": 2}, {"dp": 2, "tp": 2, "ep
 
 
 @pytest.mark.parametrize(("mesh", "limit"), few(LIMITED, [LIMITED[0], LIMITED[6]]))
-def test_what_a_capacity_drops_stays_dropped(mesh: dict[str, int], limit: dict[str, Any]) -> None:
+def test_what_a_capacity_drops_stays_dropped(mesh: dict[str, Any], limit: dict[str, Any]) -> None:
     """An expert takes no more rows of a source because it has a replica."""
     plan = Plan(**mesh, experts=spare(**limit))
     _, own = limited.captured("one", 2, 5)
@@ -196,6 +197,8 @@ def test_mutants_are_rejected_statically() -> None:
     ((gathered, home),) = re.findall(r"%replicate_over = \S+\(%(\w+)\)[^$]*?%(\w+) = operator.getitem\(%plan_rep", text)
     first, *_, last = re.findall(r"replicate_experts\[dp_in\]\(%(\w+),", text)
     alone = _without(text, gathered)
+    cut = f"%cut = fxpar.r_to_s[dp_in](%{home}) : i64[2, 2] dp_out:S(0) dp_in:R→S(1)\n"
+    with_cut = re.sub(rf"^(%{home} = .*\n)", rf"\1{cut}", text, flags=re.MULTILINE)
     mutants = [
         alone,
         _without(alone, "replicate_over"),
@@ -204,14 +207,15 @@ def test_mutants_are_rejected_statically() -> None:
         text.replace("fxpar.replicate_experts[dp_in]", "fxpar.return_replicas[dp_in]"),
         text.replace(f"replicate_experts[dp_in](%{last},", f"replicate_experts[dp_in](%{first},"),
         re.sub(rf"(replicate_experts\[dp_in\]\(%\w+, )%{home}", r"\1%expand_over", text),
+        re.sub(rf"(replicate_experts\[dp_in\]\(%\w+, )%{home}", r"\1%cut", with_cut),
         re.sub(r"fxpar\.return_replicas\[dp_in\]\((%\w+), %\w+\)", r"aten.slice.Tensor(\1, 2, 0, 2)", step),
     ]
     for mutant in mutants:
-        assert mutant not in (text, step)
+        assert mutant not in (text, step, with_cut)
         with pytest.raises(FxparError):
             check_text(mutant)
-    check_text(text)
-    check_text(step)
+    for whole in (text, step, with_cut):
+        check_text(whole)
 
 
 @pytest.mark.parametrize("which", [r"replicate_experts(?=\[)", r"replicate_experts_2", r"replicate_experts\w*"])
