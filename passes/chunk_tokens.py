@@ -91,12 +91,11 @@ def chunk_tokens(program: Program) -> Program:
     if all(entry.type.shape[dim] == 1 for entry, dim in _rows(program)):
         return program
     rows = _rows_of(program)
-    count = program.plan.communication.token_chunks
-    if isinstance(count, int):
-        chosen = ChunkChoice(program, rows, count).chosen()
-    else:
-        count, phases = cheapest(chunk_prices(program, rows))
-        chosen = ChunkChoice(program, rows, count).chosen(phases)
+    count, choice = program.plan.communication.token_chunks, ChunkChoice(program, rows)
+    chosen = choice.chosen()
+    if not isinstance(count, int):
+        count, phases = cheapest(chunk_prices(program, rows, chosen))
+        chosen = choice.chosen(phases)
     return _Chunked(program, rows, count, chosen).written() if chosen.cuts else program
 
 

@@ -132,7 +132,7 @@ def _explain_chunks(ui: Ui, start: Start) -> CommandResult:
     """Returns what chunks of tokens save and cost, of each stage of a pipeline."""
     from fxpar.ir.step import batch_symbol
     from fxpar.layout.symbolic_sizes import symbol
-    from fxpar.rewrite.chunk_choice import cheapest, chunk_prices
+    from fxpar.rewrite.chunk_choice import ChunkChoice, cheapest, chunk_prices
 
     if Property.STEP in start.program.properties:
         reason, remedy = "its rows may be in chunks already", "name the model, or the text of a forward"
@@ -140,7 +140,10 @@ def _explain_chunks(ui: Ui, start: Start) -> CommandResult:
     plan = start.program.plan
     whole = dataclasses.replace(plan, communication=dataclasses.replace(plan.communication, token_chunks=1))
     forward = dataclasses.replace(start, program=start.program.with_(plan=whole))
-    by_stage = {stage: chunk_prices(step, symbol(batch_symbol(step))) for stage, step in steps(ui, forward, None)}
+    by_stage: dict[int | None, Sequence[ChunkPrice]] = {}
+    for stage, step in steps(ui, forward, None):
+        rows = symbol(batch_symbol(step))
+        by_stage[stage] = chunk_prices(step, rows, ChunkChoice(step, rows).chosen())
     document = [
         {
             **({} if stage is None else {"stage": stage}),

@@ -48,16 +48,16 @@ class Chosen:
 
 
 class ChunkChoice:
-    """What of a program is computed in chunks."""
+    """What of a program is computed in chunks, however many these are."""
 
-    def __init__(self, program: Program, rows: sympy.Symbol, count: int) -> None:
+    def __init__(self, program: Program, rows: sympy.Symbol) -> None:
         self._program, self._rows = program, rows
         self._nodes = [n for n in program.graph.nodes if n.op == "call_function"]
         weights = weights_of(program.graph, [program.node(p.node) for p in program.parameters])
         products = [node for node, _ in matmul_flops(program)]
         mixing = {node for node in products if weights.isdisjoint(operands(node))}
         mixing.update(node for node in self._nodes if node.target is attention_backward)
-        rules = RowCuts(program, rows, count)
+        rules = RowCuts(program, rows, _SOME)
         self._cuts: dict[fx.Node, RowCut] = {}
         known: dict[fx.Node, Sequence[int | None]] = {}
         for node in program.graph.nodes:
@@ -190,6 +190,8 @@ def depends(size: fx.Node, rows: sympy.Symbol) -> bool:
 # that follows (`fxpar.passes.exchange`), where chunks send it by copies and read it from memory once more.
 
 COUNTS = (2, 4, 8)
+# Of chunks; which operations treat rows apart does not depend on it.
+_SOME = 2
 # Accesses of memory by the kernel that adds a sum to the residual stream and normalises it.
 _ACCESSES = 5
 # Kernels of a product: what counts its tiles is zeroed by one of its own.
@@ -234,42 +236,53 @@ def cheapest(prices: Sequence[ChunkPrice]) -> tuple[int, tuple[str, ...]]:
     return count, tuple(price.phase for price in prices if price.count == count and price.gain)
 
 
-def chunk_prices(program: Program, rows: sympy.Symbol) -> list[ChunkPrice]:
-    """Returns the prices of `COUNTS`, as far as there are as many rows at the example's sizes, phase by phase."""
-    chosen = ChunkChoice(program, rows, COUNTS[0]).chosen()
-    values = symbol_sizes(program, None)
+def chunk_prices(program: Program, rows: sympy.Symbol, chosen: Chosen) -> list[ChunkPrice]:
+    """Returns the prices of `COUNTS`, as far as there are as many rows at the example's sizes, phase by phase.
+
+    Args:
+        chosen: of all phases.
+    """
+    values, rate = symbol_sizes(program, None), program.plan.cost.flops
+    flops = {node: evaluate(size, values) * computed_part(node, program.axes) for node, size in matmul_flops(program)}
+    kernels = materialised(program, set(flops), set()) & chosen.cuts.keys()
+    sends = {node.name: node for node in chosen.cuts if node in chosen.sends}
+    sent = [collective for collective in collectives(program) if collective.node in sends]
     counts = [count for count in COUNTS if count <= evaluate(rows, values)]
-    phases = dict.fromkeys(note(node).phase for node in chosen.sends)
-    return [_price(program, chosen, count, phase, values) for phase in phases for count in counts]
+    prices = []
+    for phase in dict.fromkeys(note(node).phase for node in sends.values()):
+        mine = [one for one in sent if note(sends[one.node]).phase == phase]
+        products = [node for node in flops if note(node).phase == phase]
+        seconds = {
+            count: {node: flops[node] / (rate * filled_part(program, node, values, count)) for node in products}
+            for count in (1, *counts)
+        }
+        listened = _listened(program, {sends[one.node] for one in mine})
+        cut = [node for node in products if node in chosen.products]
+        number = _KERNELS * len(cut) + len([node for node in kernels if note(node).phase == phase]) + 2 * len(mine)
+        # What a forward computes after its last collective needs that.
+        free = sum(seconds[1][node] for node in products if phase and node not in listened)
+        whole = _exposed(program, mine, 1, free)
+        for count in counts:
+            in_chunks = sum(seconds[count][node] for node in cut)
+            chunked = _exposed(program, mine, count, free + in_chunks * (count - 1) / count)
+            more = in_chunks - sum(seconds[1][node] for node in cut) + _overhead(program, mine, count, number, free)
+            prices.append(ChunkPrice(count, phase, sum(seconds[1].values()), whole, chunked, more))
+    return prices
 
 
-def _price(program: Program, chosen: Chosen, count: int, phase: str, values: Mapping[str, int]) -> ChunkPrice:
-    rate, cost = program.plan.cost.flops, program.plan.cost
-    flops = {
-        node: evaluate(flops, values) * computed_part(node, program.axes) / rate
-        for node, flops in matmul_flops(program)
-        if note(node).phase == phase
-    }
-    sent = [
-        c
-        for c in collectives(program)
-        if program.node(c.node) in chosen.sends and note(program.node(c.node)).phase == phase
-    ]
-    listened = _listened(program, {program.node(c.node) for c in sent})
-    seconds = {node: work / filled_part(program, node, values) for node, work in flops.items()}
-    cut = [node for node in seconds if node in chosen.products]
-    more_products = sum(flops[node] / filled_part(program, node, values, count) - seconds[node] for node in cut)
-    # What a forward computes after its last collective needs that.
-    free = sum(second for node, second in seconds.items() if node not in listened) if phase else 0.0
-    beside = free + sum(map(seconds.__getitem__, cut)) * (count - 1) / count
-    whole, chunked = _exposed(program, sent, 1, free), _exposed(program, sent, count, beside)
-    kernels = materialised(program, set(seconds), set())
-    number = _KERNELS * len(cut) + len([node for node in kernels if node in chosen.cuts and note(node).phase == phase])
-    more = more_products + cost.kernel_latency * (count - 1) * (number + 2 * len(sent))
+def _overhead(program: Program, sent: Sequence[Collective], count: int, kernels: int, free: float) -> float:
+    """Returns the seconds of more kernels, and of sums that are in memory for the norm that follows.
+
+    Args:
+        kernels: of what is computed in chunks.
+        free: seconds of products behind which collectives hide without chunks.
+    """
+    cost = program.plan.cost
+    seconds = cost.kernel_latency * (count - 1) * kernels
     if free < sum(one.hideable for one in _sendings(program, sent, 1)):
-        sums = sum(c.bytes for c in sent if c.op == "all_reduce" and _copies(program, c))
-        more += _ACCESSES * sums / cost.memory
-    return ChunkPrice(count, phase, sum(seconds.values()), whole, chunked, more)
+        sums = sum(one.bytes for one in sent if one.op == "all_reduce" and _copies(program, one))
+        seconds += _ACCESSES * sums / cost.memory
+    return seconds
 
 
 def _listened(program: Program, sends: Set[fx.Node]) -> set[fx.Node]:
@@ -294,8 +307,6 @@ def _sendings(program: Program, sent: Sequence[Collective], count: int) -> list[
 
 def _copies(program: Program, sent: Collective) -> bool:
     """Returns whether ranks copy into each other's memory: as the plan says, or where `auto` does so on GPUs."""
-    transport, ranks = (
-        program.plan.communication.collective_transport,
-        prod(program.axes[a] for a in sent.axis.split("-")),
-    )
-    return sent.bytes >= program.plan.cost.least_copy and (transport == "copy" or (transport == "auto" and ranks == 2))
+    transport, axes = program.plan.communication.collective_transport, sent.axis.split("-")
+    is_pair = prod(program.axes[axis] for axis in axes) == 2
+    return sent.bytes >= program.plan.cost.least_copy and (transport == "copy" or (transport == "auto" and is_pair))

@@ -27,7 +27,7 @@ from fxpar.passes.chunk_tokens import chunk_tokens
 from fxpar.plan.cost import Cost
 from fxpar.plan.plan import Plan
 from fxpar.plan.plan_options import Communication, Recompute
-from fxpar.rewrite.chunk_choice import ChunkPrice, cheapest, chunk_prices
+from fxpar.rewrite.chunk_choice import ChunkChoice, ChunkPrice, cheapest, chunk_prices
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify import simulate_ranks
@@ -225,7 +225,8 @@ def costs(bandwidth: float) -> Cost:
 
 def prices(bandwidth: float) -> dict[tuple[str, int], ChunkPrice]:
     step = Trial(Attentive, 8, tp=2, cost=costs(bandwidth), communication=Communication("copy")).step
-    found = chunk_prices(step, symbol(batch_symbol(step)))
+    rows = symbol(batch_symbol(step))
+    found = chunk_prices(step, rows, ChunkChoice(step, rows).chosen())
     return {(price.phase, price.count): price for price in found}
 
 
