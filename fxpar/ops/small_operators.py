@@ -354,14 +354,14 @@ def _rewrite(node: fx.Node, target: Callable[..., Tensor], product: tuple[list[A
 
 
 def _summands(node: fx.Node) -> list[fx.Node]:
-    """Returns the values of one shape of which a node is the sum; none of anything else."""
+    """Returns the values of one shape and type of which a node is the sum; none of anything else."""
     if node.target is chunks_added:
         return list(node.args[0])  # type: ignore[arg-type]
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(set(node.args)) != 2:
         return []
     reads = [read for read in node.args if isinstance(read, fx.Node)]
-    shapes = {tuple(map(str, read.meta["val"].shape)) for read in (node, *reads) if "val" in read.meta}
-    return reads if len(reads) == 2 and len(shapes) == 1 else []
+    kinds = {(*map(str, v.shape), v.dtype) for read in (node, *reads) if (v := read.meta.get("val")) is not None}
+    return reads if len(reads) == 2 and len(kinds) == 1 else []
 
 
 def chunks_added(chunks: Sequence[Tensor]) -> Tensor:

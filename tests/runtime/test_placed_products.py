@@ -37,6 +37,29 @@ def test_only_what_is_nothing_but_a_result() -> None:
         torch.testing.assert_close(own, other)
 
 
+def test_sums_of_products_are_computed_by_these_alone() -> None:
+    """Sums of sums too; not where a summand is read again, is added to itself, or has another shape or type."""
+
+    def function(a: Tensor, b: Tensor) -> list[Tensor]:
+        sums = [a @ b + (a * 2) @ b, (a @ b + a @ b) + (a * 3) @ b]
+        read, half = a @ b, a.bfloat16() @ b.bfloat16()
+        return [*sums, read + a @ b, read * 2, half + a @ b, a[:1] @ b + a @ b, read + read]
+
+    a, b = torch.randn(3, 4), torch.randn(4, 2)
+    graph = traced(function, a, b)
+    assert place_products(graph.graph, small_operators.product_in_place) == 3
+    graph.recompile()
+    places = [torch.ones(3, 2) for _ in range(7)]
+    with into([Destination(place, adds=True) for place in places]):
+        results = graph(a, b)
+    expected = function(a, b)
+    assert [result is place for result, place in zip(results, places, strict=True)] == [True] * 2 + [False] * 5
+    for result, value in zip(results[:2], expected[:2], strict=True):
+        torch.testing.assert_close(result, 1 + value)
+    for result, value in zip(results[2:], expected[2:], strict=True):
+        torch.testing.assert_close(result, value)
+
+
 def test_it_replaces_or_adds() -> None:
     a, b = torch.randn(3, 4), torch.randn(4, 2)
     place = torch.full((3, 2), torch.nan)
