@@ -9,6 +9,7 @@ there are fewer rows than chunks. Where data ranks share the batch out, each of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -305,7 +306,10 @@ class _Merging:
     chunked: dict[fx.Node, RowDims] = field(default_factory=dict)
     _copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
     _parts: dict[fx.Node, _ChunkOf] = field(default_factory=dict)
-    _known: dict[Hashable, fx.Node] = field(default_factory=dict)
+    # What computes the same: nodes of the whole, the first of each, and how many of them each chunk has so far.
+    _alike: dict[Hashable, list[fx.Node]] = field(default_factory=dict)
+    _firsts: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    _counts: Counter[tuple[Hashable, int]] = field(default_factory=Counter)
 
     def add(self, node: fx.Node) -> None:
         if node.target in (take_chunk, chunk_size):
@@ -360,7 +364,7 @@ class _Merging:
             part = self._parts.get(item)
             if part is None or first is None or (part.chunk.index, part.chunk.count) != (index, len(items)):
                 raise CheckFailed(f"%{item.name} is not chunk {index} of {len(items)}", where=describe(node))
-            if part.whole is not first.whole:
+            if self._first(part.whole) is not self._first(first.whole):
                 raise CheckFailed(
                     f"%{item.name} is computed in another way than %{items[0].name}",
                     where=describe(node),
@@ -379,18 +383,26 @@ class _Merging:
             for read in node.all_input_nodes
         }
         types, dims = self._whole_types(node, chunk)
-        arguments = plain((node.args, node.kwargs), reads.__getitem__)
+        arguments = plain((node.args, node.kwargs), lambda read: self._first(reads[read]))
         key = node.target, arguments, note(node).random, note(node).phase, dims
-        if key not in self._known:
-            self._known[key] = update(copy_node(self.graph, node, reads, node.name), **types)
+        # What a forward computes twice stays two nodes: each has a derivative.
+        place, alike = self._counts[key, chunk.index], self._alike.setdefault(key, [])
+        self._counts[key, chunk.index] += 1
+        if place == len(alike):
+            alike.append(update(copy_node(self.graph, node, reads, node.name), **types))
+            self._firsts[alike[-1]] = alike[0]
             if dims:
                 needs = [
                     dim
                     for read in operands(node)
                     for dim in (self._parts[read].dims if read in self._parts else [None] * len(output_types(read)))
                 ]
-                self.chunked[self._known[key]] = tuple(needs), dims
-        return _ChunkOf(self._known[key], chunk, dims)
+                self.chunked[alike[-1]] = tuple(needs), dims
+        return _ChunkOf(alike[place], chunk, dims)
+
+    def _first(self, node: fx.Node) -> fx.Node:
+        """Returns the first node that computes the same of each chunk as this one."""
+        return self._firsts.get(node, node)
 
     def _whole_types(self, node: fx.Node, chunk: Chunk) -> tuple[dict[str, Any], tuple[int, ...]]:
         """Returns type and layout of the whole, and the dimension of the rows of each output."""
