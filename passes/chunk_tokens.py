@@ -144,8 +144,8 @@ class _Chunked:
         self._wholes: dict[fx.Node, fx.Node] = {}
         # The last chunk of what is late, for each.
         self._late: dict[fx.Node, fx.Node] = {}
-        # Chunks of values in some dimension, and of numbers.
-        self._taken: dict[tuple[fx.Node, int, int], fx.Node] = {}
+        # Chunks of values in some dimension, for readers of a phase; and of numbers.
+        self._taken: dict[tuple[fx.Node, int, int, str], fx.Node] = {}
         self._rows = self._row_count(rows)
 
     def written(self) -> Program:
@@ -231,7 +231,7 @@ class _Chunked:
         whole = self._wholes.get(read, read)
         if need is None:
             return whole
-        key = whole, need, chunk.index
+        key = whole, need, chunk.index, note(node).phase
         if key not in self._taken:
             kind, layout = resized(output_types(read)[0], output_layouts(read)[0], need, chunk.size)
             if note(node).phase:  # nothing carries a gradient there
@@ -254,7 +254,7 @@ class _Chunked:
 
     def _number(self, node: fx.Node, size: fx.Node, chunk: Chunk) -> fx.Node:
         """Returns a number that depends on the rows, as a chunk has it."""
-        key = size, SUMMED, chunk.index
+        key = size, SUMMED, chunk.index, ""
         if key not in self._taken:
             kind: Any = note(size).type
             noted = Note(ScalarType(chunk.size(kind.value)), fqn=note(node).fqn, phase=note(node).phase)

@@ -73,7 +73,8 @@ class ChunkChoice:
             known[node] = rules.rows_of(node) if cut is None else cut.outputs
         sent = {collective.node for collective in collectives(program)}
         self._sends = {n for n in self._cuts if n.name in sent and n.target in COERCION_OF and _is_of_layer(n)}
-        self._products = self._cuts.keys() & set(products)
+        self._products = {node for node in products if node in self._cuts and not _is_sum(self._cuts[node])}
+        self._multiplied = frozenset(products)
 
     def _is_sized(self, node: fx.Node) -> bool:
         """Returns whether the number of rows among the sizes of a view is one that a chunk can have."""
@@ -104,7 +105,7 @@ class ChunkChoice:
         parts = {node for node in self._nodes if node.target is operator.getitem and node in self._cuts}
         chosen = (chosen - parts) | {node for node in parts if node.args[0] in chosen}
         cuts = {node: self._cuts[node] for node in self._nodes if node in chosen}
-        return Chosen(cuts, frozenset(sends), frozenset((self._products & chosen) - late), frozenset(late))
+        return Chosen(cuts, frozenset(sends), frozenset(self._products & chosen), frozenset(late))
 
     def _late(self, chosen: Set[fx.Node]) -> set[fx.Node]:
         """Returns the sums over rows of what is chosen, and what leads up to them alone; of a forward none.
@@ -128,7 +129,7 @@ class ChunkChoice:
         def count(nodes: Sequence[fx.Node]) -> int:
             return sum(evaluate(prod(kind.shape), values) for read in nodes for kind in output_types(read))
 
-        return node in self._products or count([node]) < count(operands(node))
+        return node in self._multiplied or count([node]) < count(operands(node))
 
     def _before(self, node: fx.Node) -> list[fx.Node]:
         return [read for read in node.all_input_nodes if self._follows(read, node)]

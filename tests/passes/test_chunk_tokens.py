@@ -116,6 +116,25 @@ def test_only_what_lies_between_a_collective_and_a_product_is_cut() -> None:
     assert names[-6:] == ["y", "after", "h_sum", "turned", "noise", "scores"]
 
 
+_OVER_ROWS = (
+    "%t = aten.t.default(%h_sum) : f32[8, b] tp:R\n"
+    "%dw = aten.mm.default(%t, %h_sum) : f32[8, 8] tp:R\n"
+    "%z = aten.mm.default(%y, %u) : f32[b, 8] tp:P\n"
+    "%z_sum = fxpar.all_reduce[tp](%z) : f32[b, 8] tp:P→R\n"
+    "return z=%z_sum, dw=%dw\n"
+)
+
+
+def test_sums_over_rows_of_a_backward_follow_what_is_sent_together() -> None:
+    """Products of all chunks stand side by side, and delay no chunk's collective; in a forward they are not cut."""
+    head = _HEAD + '%u = parameter["u"] : f32[4, 8] tp:S(0)\n'
+    text = (_SUM + _OVER_ROWS).replace("\n", " {phase=backward}\n").replace("dw {phase=backward}", "dw")
+    names = order(head + text)
+    assert names.index("z_sum_chunk0") < names.index("dw_chunk0") == names.index("dw_chunk1") - 1
+    assert "dw" in names
+    assert "dw_chunk0" not in order(head + _SUM + _OVER_ROWS)
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -377,6 +396,30 @@ class Doubled(nn.Module):
         h = self.down(torch.relu(self.up(torch.cat([x, 2 * x]))))
         h = h.reshape(2, -1, 8).relu()
         return (h + self.less(torch.relu(self.more(h)))).square().mean()
+
+
+class Twice(nn.Module):
+    """Computes a norm twice of one value: each has a derivative, and nothing adds up what comes to both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(20, 8), nn.LayerNorm(8)
+        self.up, self.gate, self.down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Returns the loss."""
+        x = self.embed(ids)
+        x = x + self.down(torch.tanh(self.up(self.norm(x))) * self.gate(self.norm(x)))
+        logits = nn.functional.linear(x, self.embed.weight)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def test_what_is_computed_twice_is_checked_as_two() -> None:
+    step = trial(Twice, 3, 2)
+    names = [str(node.target) for node in step.step.graph.nodes]
+    assert names.count("aten.native_layer_norm_backward.default") == 4
+    verify_static(step.step)
+    assert step.is_right(step.step)
 
 
 @pytest.mark.parametrize("chunks", [2, 3])

@@ -63,7 +63,7 @@ _SMALL: list[tuple[str, str, str, str]] = [
     ("chunks", "is not chunk 0 of 3 of the rows", _TAKE, "take_chunk(%dropout_1, 0, %b, 0, 3)"),
     ("chunks", "%s is not the number of rows b", _TAKE, "take_chunk(%dropout_1, 0, %s, 0, 2)"),
     ("shapes", "no chunk and whole", _TAKE, "take_chunk(%dropout_1, 1, %b, 0, 2)"),
-    ("types", "tears S(2) over 2 ranks", f"{_TAKE} : f64[floor(b/2)", f"{_TAKE} : f64[b - floor(b/2)"),
+    ("shapes", "the note and its layout give", f"{_TAKE} : f64[floor(b/2)", f"{_TAKE} : f64[b - floor(b/2)"),
     ("chunks", "takes a chunk of a chunk", _TAKE, "take_chunk(%dropout_chunk0, 0, %b, 0, 2)"),
     ("chunks", "is computed in another way", _TAKE, "take_chunk(%tanh_1, 0, %b, 0, 2)"),
     (
