@@ -44,6 +44,19 @@ def mixtral(size: int = 32, layers: int = 1) -> nn.Module:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**options))
 
 
+def mixtral_with_hot_experts() -> nn.Module:
+    """Sends tokens of the vocabulary's first half to the two experts of one rank of two, the others to the rest."""
+    model: Any = mixtral()
+    with torch.no_grad():
+        embedded, gate = model.model.embed_tokens.weight, model.model.layers[0].mlp.gate.weight
+        direction = embedded[0].sign()
+        embedded.view(2, -1, len(direction))[0] += 0.1 * direction
+        embedded.view(2, -1, len(direction))[1] -= 0.1 * direction
+        gate[:2] += 0.1 * direction
+        gate[2:] -= 0.1 * direction
+    return model  # type: ignore[no-any-return]
+
+
 def deepseek_v3(size: int = 32, layers: int = 2) -> nn.Module:
     """With a dense layer, layers of experts with a shared one, two experts without tokens, and dropout of attention."""
     options: dict[str, Any] = {"num_hidden_layers": layers, "hidden_size": size, "intermediate_size": 48}
@@ -237,3 +250,25 @@ def equal_where_rows_are_counted(
         pairs = zip(plain.losses, graphed.losses, strict=True)
         return all(abs(a - b) < 1e-5 * abs(a) for a, b in pairs), graphed.figures, plain.losses
     return plain == graphed, graphed.figures, plain.losses
+
+
+def equal_with_replicas(impl: str, plan: dict[str, Any]) -> tuple[bool, Any, list[Any]]:
+    """On each rank: whether a training with replicas of hot experts and graphs is the one without graphs, its
+    figures, and the loads of its steps but the last. The experts of one rank are hot in even steps, of the other in
+    odd ones, so that replays need other weights in the slots than the step that was recorded.
+    """
+    batches = words(7, 2, rows=3, length=7, seed=dist.get_rank() + 1)
+    for i, parts in enumerate(batches):
+        for part in parts:
+            ids = part["input_ids"]
+            ids[:2] = ids[:2] % (VOCABULARY // 2) + i % 2 * (VOCABULARY // 2)
+    loads: list[Any] = []
+
+    def note(model: fxpar.ParallelModule, step: int) -> None:
+        if step:
+            loads.extend(model.report().loads)
+
+    plan = {"dp": 2, "ep": 2, **plan}
+    plain = train(mixtral_with_hot_experts, batches, **plan)
+    graphed = train(mixtral_with_hot_experts, batches, impl, touch=note, **plan)
+    return plain == graphed, graphed.figures, loads

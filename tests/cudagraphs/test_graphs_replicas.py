@@ -1,0 +1,36 @@
+"""Replicas of hot experts in graphs: slots follow the routing of each replay, and steps are the same to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fxpar import Experts
+from tests.cudagraphs.graphed import equal_with_replicas
+from tests.runtime.world import World
+
+matrix = pytest.mark.matrix
+
+
+@pytest.mark.parametrize(
+    ("impl", "dispatch", "plan"),
+    [
+        ("full_iteration", "static", {}),
+        ("partial", "dropless", {}),
+        pytest.param("full_iteration", "alltoall", {}, marks=matrix),
+        pytest.param("full_iteration", "static", {"inside": True}, marks=matrix),
+        pytest.param("partial", "static", {}, marks=matrix),
+    ],
+)
+def test_a_training_is_the_same_to_the_bit(world2: World, impl: str, dispatch: str, plan: dict[str, Any]) -> None:
+    plan = {"experts": Experts(dispatch, spare_experts=1), **plan}
+    for same, figures, loads in world2.run(equal_with_replicas, impl, plan):
+        assert same
+        assert figures.graphs >= 2
+        assert len(loads) == 6
+        for step, load in enumerate(loads):
+            # Loads of experts leave out the rows of replicas: a rank with few rows at home has most in its slot.
+            hot, cold = (load.experts[:2], load.experts[2:])[:: -1 if step % 2 else 1]
+            assert sum(load.ranks) // 2 == load.ranks[0] > 2 * sum(cold)
+            assert sum(hot) == load.ranks[0]
