@@ -13,8 +13,9 @@ from torch import Tensor
 
 # Elements of a program, and the widest part of a row that it has.
 _ELEMENTS, _WIDEST = 2048, 1024
-# The most ranks and experts that one program plans for.
-MOST_RANKS, MOST_EXPERTS = 64, 512
+# The most ranks and experts that one program plans for. For 64 and 512 it takes 6.5 ms on an H200, torch's operations
+# in a graph 0.27; for 16 and 256 it takes 0.04, and they 0.18.
+MOST_RANKS, MOST_EXPERTS = 16, 256
 # Of one group: about as many as run at once. What has more rows goes to them in turn, so that rows that are nobody's,
 # which may be most of a buffer, need no programs.
 PROGRAMS = 2048
