@@ -82,6 +82,17 @@ def test_a_row_weight_s_gradient_waits_for_the_next_sum() -> None:
     assert order(text, fast) == ["dx0", "act0", "dx1", "sum1", "dw0", "act1", "dw1"]
 
 
+def test_products_beside_a_sum_stay_until_it_is_hidden() -> None:
+    """Nobody waits for any of them. The sum takes 4 ms and its latency, a product 1 ms: the sixth is one too many."""
+    products = "".join(f"%p{i} = aten.mm.default(%x, %g) : {_SQUARE} tp:S(1)\n" for i in range(6))
+    text = (
+        f"{_HEAD}%h0 = aten.mm.default(%g, %a) : {_SQUARE} tp:P\n%sum0 = fxpar.all_reduce[tp](%h0) : {_SQUARE} tp:P→R\n"
+        f"{products}%act0 = aten.relu.default(%sum0) : {_SQUARE} tp:R\n"
+        "return x=%act0, " + ", ".join(f"p{i}=%p{i}" for i in range(6)) + "\n"
+    )
+    assert order(text) == ["h0", "sum0", "p0", "p1", "p2", "p3", "p4", "act0", "p5"]
+
+
 def test_an_axis_has_links_of_its_own() -> None:
     """The plan's constants of the axis decide how much follows a sum, and not those of the slowest one."""
     text = _HEAD.replace('%g = input["g"] : f32[1000, 1000] tp:S(1)', '%g = input["g"] : f32[1000, 1000] tp:R')
