@@ -193,6 +193,6 @@ def _dim_of(placement: Placement) -> int | None:
 
 def _cut_of(before: Sequence[int | None], after: Sequence[int | None]) -> RowCut | None:
     """Returns the cut where each output has rows, or is summed over them."""
-    if SUMMED in before or any(dim is None for dim in after):
+    if SUMMED in before or not after or None in after:
         return None
     return RowCut(tuple(before), tuple(dim for dim in after if dim is not None))
