@@ -13,6 +13,7 @@ from fxpar.ir.program import Program, ScalarType, note
 from fxpar.ir.properties import Property
 from fxpar.ir.regions import Region, inlined, region_of
 from fxpar.manager import register_pass
+from fxpar.ops.token_chunks import add_chunks
 
 # Seconds of postponed work that may wait for a collective: what it reads stays in memory for so long.
 _BACKLOG = 2e-3
@@ -112,13 +113,14 @@ class _Order:
     _postponed: dict[fx.Node, float] = field(default_factory=dict)
 
     def of(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        sends, products = self.seconds.sends, self.seconds.products
+        sends = self.seconds.sends
         run, listened = frozenset(nodes), self._listened(nodes)
         if not listened:
             return list(nodes)
+        products, parts = self._products(run, listened)
         beside, readers = self._beside(nodes, listened)
         for place, node in enumerate(nodes):
-            if node in self._placed:
+            if node in self._placed or node in parts:
                 continue
             # What reads a postponed product must follow it, or nothing would be
             # postponed for longer than to its first reader.
@@ -141,6 +143,21 @@ class _Order:
         for node in (*self._postponed, *nodes):
             self._place(run, node)
         return list(self._placed)
+
+    def _products(
+        self, run: Collection[fx.Node], listened: Collection[fx.Node]
+    ) -> tuple[dict[fx.Node, float], set[fx.Node]]:
+        """Returns the seconds of products, and of sums of chunks' products; and what of chunks goes with its sum.
+
+        Products of chunks that are added up run one after the other, where the sum is (`fxpar.ops.small_operators`).
+        """
+        products, parts = dict(self.seconds.products), set()
+        for node in run:
+            if node.target is add_chunks and node not in listened:
+                added = [n for n in node.all_input_nodes if n in products and n in run and len(n.users) == 1]
+                products[node] = sum(map(products.__getitem__, added))
+                parts.update(added)
+        return products, parts
 
     def _listened(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
         """Returns collectives and what they need."""

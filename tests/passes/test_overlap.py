@@ -82,6 +82,17 @@ def test_a_row_weight_s_gradient_waits_for_the_next_sum() -> None:
     assert order(text, fast) == ["dx0", "act0", "dx1", "sum1", "dw0", "act1", "dw1"]
 
 
+def test_products_of_chunks_stay_with_their_sum() -> None:
+    """One of the two would hide the collective, and they are computed where the sum is."""
+    text = _HEAD + column(0, "g").replace("%dw0 =", "%one =")
+    more = f"%two = aten.mm.default(%x, %g) : {_SQUARE} tp:S(1) {_END}\n"
+    more += f"%dw0 = fxpar.add_chunks([%one, %two]) : {_SQUARE} tp:S(1) {_END}\n"
+    text = text.replace("%dx0 =", f"{more}%dx0 =") + "return w=%dw0, x=%act0\n"
+    program = overlap(parse_program(text.replace("1e9,", "5e9,")))
+    names = [node.name for node in program.graph.nodes if node.op == "call_function"]
+    assert names == ["dx0", "sum0", "one", "two", "dw0", "act0"]
+
+
 def test_products_beside_a_sum_stay_until_it_is_hidden() -> None:
     """Nobody waits for any of them. The sum takes 4 ms and its latency, a product 1 ms: the sixth is one too many."""
     products = "".join(f"%p{i} = aten.mm.default(%x, %g) : {_SQUARE} tp:S(1)\n" for i in range(6))
