@@ -197,8 +197,9 @@ def lower_scatter(node: fx.Node, rank: OnRank) -> LoweredCall:
     """Lowers a scatter to a reduce-scatter of the blocks."""
     ranks, (_, result) = rank.ranks(node), _sides(node, rank)
     if ranks.copies is not None:
-        sends = (node.args[0], *rank.cut(result), ranks.size, *ranks.copies)
-        return LoweredCall(peer_copies.start_scatter, sends, finish=peer_copies.scattered, rest=ranks.copies)
+        cut = rank.cut(result)
+        sends, rest = (node.args[0], *cut, ranks.size, *ranks.copies), (*cut, *ranks.copies)
+        return LoweredCall(peer_copies.start_scatter, sends, finish=peer_copies.scattered, rest=rest)
     start = (node.args[0], *rank.cut(result), ranks.group, ranks.size)
     return LoweredCall(process_group.start_scatter, start, finish=process_group.scattered)
 

@@ -13,6 +13,7 @@ what reads the sum. Where nothing is computed during a sum, all of it is one cal
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -21,13 +22,11 @@ from torch import Tensor
 from fxpar.ops import process_group as c
 from fxpar.ops.operator import torch_operator
 from fxpar.ops.process_group import Pieces
-from fxpar.peer_memory.compiler import symmetric_buffer
 from fxpar.peer_memory.compiler.row_programs import Extent, fits, read
 from fxpar.peer_memory.compiler.symmetric_buffer import (
     SymmetricBuffer,
     registered_buffer,
     send_blocks,
-    slot,
     slot_stride,
 )
 
@@ -39,16 +38,17 @@ _ALIGNED = 16
 Sent = tuple[Tensor, Tensor]
 
 
-def _sent(x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
+def _sent(x: Tensor, kind: str, name: str, buffer: int, dim: int = 0) -> Tensor:
     return torch.empty(1, dtype=torch.uint8, device=x.device)
 
 
 @torch_operator("send_copies", fake=_sent, direct=True)
-def send_copies(x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
+def send_copies(x: Tensor, kind: str, name: str, buffer: int, dim: int = 0) -> Tensor:
     """Starts copies of what each other rank is to have, in the symmetric buffer `name`.
 
     Args:
-        x: the tensor; of `scatter` and `exchange` [n, …], a block for each rank.
+        x: the tensor.
+        dim: in which `scatter` and `exchange` cut it into a block for each rank.
 
     Returns:
         uint8[1], which ties what reads to this.
@@ -62,7 +62,7 @@ def send_copies(x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
         with line.beside(buffer, tensor):
             send_blocks(line, buffer, _rows(tensor))
     else:
-        _send_blocks(line, buffer, tensor, kind)
+        _send_blocks(line, buffer, tensor, kind, dim)
     return torch.empty(1, dtype=torch.uint8, device=x.device)
 
 
@@ -75,48 +75,60 @@ def _send_whole(line: SymmetricBuffer, buffer: int, tensor: Tensor) -> None:
         line.signal(other, buffer, 0)
 
 
-def _send_blocks(line: SymmetricBuffer, buffer: int, tensor: Tensor, kind: str) -> None:
-    blocks = _blocks(tensor, kind, line.size)
+# Bytes of a row of a block from which on copy engines skip what lies between two rows as fast as they copy.
+_WIDE = 1 << 16
+
+
+def _send_blocks(line: SymmetricBuffer, buffer: int, tensor: Tensor, kind: str, dim: int) -> None:
+    blocks = _blocks(tensor, kind, line.size, dim)
+    if blocks[0].shape[-1] * tensor.itemsize < _WIDE:
+        blocks = [block.contiguous() for block in blocks]
     step, end = _places(blocks)
     areas = line.areas(buffer, end)
-    with line.beside(buffer, tensor):
+    with line.beside(buffer, [tensor, *blocks]):
         for rank in line.others:
-            line.copy(areas[rank], step * line.rank, blocks[rank])
-            line.signal(rank, buffer, 0)
+            with line.toward(rank, buffer):
+                line.copy(areas[rank], step * line.rank, blocks[rank])
+                line.signal(rank, buffer, 0)
 
 
-def _taken(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
-    if kind == _GATHER:
-        return x.new_empty((registered_buffer(name).size, *x.shape))
-    return x.new_empty(x.shape[1:] if kind == _SCATTER else x.shape)
+def _taken(token: Tensor, x: Tensor, kind: str, name: str, buffer: int, dim: int = 0) -> Tensor:
+    if kind == _EXCHANGE:
+        return x.new_empty(x.shape)
+    shape, size = list(x.shape), registered_buffer(name).size
+    shape[dim] = shape[dim] * size if kind == _GATHER else shape[dim] // size
+    return x.new_empty(shape)
 
 
 @torch_operator("take_copies", fake=_taken, direct=True)
-def take_copies(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
+def take_copies(token: Tensor, x: Tensor, kind: str, name: str, buffer: int, dim: int = 0) -> Tensor:
     """Waits for what the other ranks sent, and reads it.
 
     Args:
         token: of `send_copies`.
         x: what that took.
         kind: as there; of sums see `arrived` and `taken_sum`.
+        dim: as there; of `gather`, in which the ranks' tensors are put one after the other.
 
     Returns:
-        `gather` [n, …]: their tensors; `scatter`: the sum of the blocks of this rank; `exchange` [n, …]: these blocks.
+        `gather`: their tensors in one; `scatter`: the sum of the blocks of this rank; `exchange`: these blocks.
     """
     line = registered_buffer(name)
     assert kind != _SUM, "sums are taken by `arrived` and `taken_sum`"
     tensor = x.contiguous()
-    blocks = _blocks(tensor, kind, line.size)
+    blocks = _blocks(tensor, kind, line.size, dim)
     step, end = _places(blocks)
-    area = line.areas(buffer, end)[line.rank]
+    area, local = line.areas(buffer, end)[line.rank], blocks[line.rank]
     line.join(buffer)
     line.wait(buffer, 0)
-    local = blocks[line.rank]
-    came = [local if r == line.rank else slot(area, step * r, local) for r in range(line.size)]
     if kind == _SCATTER:
-        taken = symmetric_buffer.added(came).view(x.shape[1:])
+        shape = list(x.shape)
+        shape[dim] //= line.size
+        taken = line.sum_of_slots(area, step, local).view(shape)
+    elif kind == _GATHER:
+        taken = torch.cat([part.view(x.shape) for part in line.slots(area, step, local)], dim)
     else:
-        taken = torch.stack(came).view((line.size, *x.shape) if kind == _GATHER else x.shape)
+        taken = torch.stack(line.slots(area, step, local), 1).view(x.shape)
     # All bits set are NaN in every floating type, so that a read after the end shows in tests.
     if line.poisons:
         area.fill_(0xFF)
@@ -250,12 +262,12 @@ def _operands(operands: Sequence[Tensor], program: str) -> list[Tensor]:
     return [x.contiguous().view(shapes[extent]) for x, extent in zip(operands, known.operands, strict=True)]
 
 
-def _blocks(x: Tensor, kind: str, size: int) -> list[Tensor]:
-    """Returns what each rank is to have, one-dimensional."""
+def _blocks(x: Tensor, kind: str, size: int, dim: int) -> list[Tensor]:
+    """Returns what each rank is to have, [rows, width]: the elements of a row lie one after the other."""
     if kind in (_SCATTER, _EXCHANGE):
-        return [block.view(-1) for block in x]
-    flat = x.view(-1)
-    return [flat] * size
+        rows = prod(x.shape[:dim])
+        return list(x.view(rows, size, prod(x.shape[dim:]) // size).unbind(1))
+    return [x.view(1, x.numel())] * size
 
 
 def _places(blocks: Sequence[Tensor]) -> tuple[int, int]:
@@ -267,14 +279,20 @@ def _places(blocks: Sequence[Tensor]) -> tuple[int, int]:
 # ---------------------------------------------------------------------- what a lowered graph calls
 
 
-def _start(x: Tensor, kind: str, name: str, buffer: int) -> Sent:
+def _start(x: Tensor, kind: str, name: str, buffer: int, dim: int = 0) -> Sent:
     tensor = x.contiguous()
-    return tensor, send_copies(tensor, kind, name, buffer)
+    return tensor, send_copies(tensor, kind, name, buffer, dim)
 
 
-def _finish(sent: Sent, kind: str, name: str, buffer: int) -> Tensor:
+def _finish(sent: Sent, kind: str, name: str, buffer: int, dim: int = 0) -> Tensor:
     tensor, token = sent
-    return take_copies(token, tensor, kind, name, buffer)
+    return take_copies(token, tensor, kind, name, buffer, dim)
+
+
+def _is_plain(pieces: Pieces) -> bool:
+    """Returns whether the ranks' parts lie one after the other, none of them padded."""
+    ((outer, run), *more) = pieces
+    return outer == 1 and not more and not isinstance(run, tuple)
 
 
 def start_sum(x: Tensor, name: str, buffer: int) -> Sent:
@@ -302,17 +320,24 @@ def start_gather(x: Tensor, name: str, buffer: int) -> Sent:
 
 def gathered(sent: Sent, dim: int, pieces: Pieces, name: str, buffer: int) -> Tensor:
     """Waits for `start_gather`, and puts the parts in their places."""
-    return c.put_together(_finish(sent, _GATHER, name, buffer), (dim, pieces))
+    if _is_plain(pieces):
+        return _finish(sent, _GATHER, name, buffer, dim)
+    stacked = _finish(sent, _GATHER, name, buffer)
+    return c.put_together(stacked.view(registered_buffer(name).size, *sent[0].shape), (dim, pieces))
 
 
 def start_scatter(x: Tensor, dim: int, pieces: Pieces, size: int, name: str, buffer: int) -> Sent:
     """Starts P → S."""
+    if _is_plain(pieces):
+        return _start(x, _SCATTER, name, buffer, dim)
     return _start(c.spread(x, (dim, pieces), size), _SCATTER, name, buffer)
 
 
-def scattered(sent: Sent, name: str, buffer: int) -> Tensor:
+def scattered(sent: Sent, dim: int, pieces: Pieces, name: str, buffer: int) -> Tensor:
     """Waits for `start_scatter`, and returns the rank's shard of the sum."""
-    return _finish(sent, _SCATTER, name, buffer)
+    if _is_plain(pieces):
+        return _finish(sent, _SCATTER, name, buffer, dim)
+    return _finish(sent, _SCATTER, name, buffer).squeeze(0)
 
 
 def start_exchange(x: Tensor, dim: int, pieces: Pieces, size: int, name: str, buffer: int) -> Sent:

@@ -33,8 +33,8 @@ class Pair(SymmetricBuffer):
         return [torch.full((size,), 0x3F, dtype=torch.uint8) for _ in range(self.size)]
 
     def beside(self, buffer: int, sent: Tensor | Sequence[Tensor]) -> AbstractContextManager[None]:
-        assert isinstance(sent, Tensor)
-        self._sends[buffer] = sent, sent.clone()
+        x = sent if isinstance(sent, Tensor) else sent[0]
+        self._sends[buffer] = x, x.clone()
         return contextlib.nullcontext()
 
     def join(self, buffer: int) -> None:
@@ -89,7 +89,7 @@ def gather(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 def scatter(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     sent = peer_copies.start_scatter(x, 2, WHOLE, 2, NAME, 1)
     beside = w @ w
-    return peer_copies.scattered(sent, NAME, 1), beside
+    return peer_copies.scattered(sent, 2, WHOLE, NAME, 1), beside
 
 
 def exchange(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

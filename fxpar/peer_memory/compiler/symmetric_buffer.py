@@ -19,7 +19,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -128,8 +128,12 @@ class SymmetricBuffer(ABC):
         """Returns new areas of all ranks, uint8[size]. A collective call."""
 
     def copy(self, area: Tensor, begin: int, block: Tensor) -> None:
-        """Writes a contiguous tensor into an area, from some byte on; called in `beside`."""
-        slot(area, begin, block).copy_(block.view(-1))
+        """Writes a tensor into an area, from some byte on; called in `beside`.
+
+        Args:
+            block: contiguous, or [rows, width] of contiguous rows.
+        """
+        slot(area, begin, block).view(block.shape).copy_(block)
 
     @abstractmethod
     def beside(self, buffer: int, sent: Tensor | Sequence[Tensor]) -> AbstractContextManager[None]:
@@ -138,6 +142,10 @@ class SymmetricBuffer(ABC):
         Args:
             sent: is kept until `join`.
         """
+
+    def toward(self, rank: int, buffer: int) -> AbstractContextManager[None]:
+        """Lets copies and signals to a rank not wait for those to others; called in `beside`."""
+        return nullcontext()
 
     @abstractmethod
     def join(self, buffer: int) -> None:
@@ -186,6 +194,20 @@ class SymmetricBuffer(ABC):
         """
         return read(text).run(self.total(buffer, x, is_sent), operands)
 
+    def slots(self, area: Tensor, step: int, local: Tensor) -> list[Tensor]:
+        """Returns what all ranks have for this one, in their order, each like this one's part.
+
+        Args:
+            area: of this rank, with a slot for each rank.
+            step: bytes from slot to slot.
+            local: its part.
+        """
+        return [local if r == self.rank else _part(area, step * r, local) for r in range(self.size)]
+
+    def sum_of_slots(self, area: Tensor, step: int, local: Tensor) -> Tensor:
+        """Returns the sum of `slots`, contiguous, in new memory."""
+        return added(self.slots(area, step, local))
+
     def expanded(self, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
         """Returns what this rank needs of the tokens of all.
 
@@ -229,7 +251,7 @@ class SymmetricBuffer(ABC):
                 self.signal(rank, buffer, 0)
         self.join(buffer)
         self.wait(buffer, 0)
-        return [local if r == self.rank else _part(areas[self.rank], stride * r, local) for r in range(self.size)]
+        return self.slots(areas[self.rank], stride, local)
 
     def poison(self, buffer: int, x: Tensor) -> None:
         """Overwrites what came for the sum of x [rows, width], which was read."""
@@ -369,8 +391,9 @@ def send_blocks(line: SymmetricBuffer, buffer: int, x: Tensor) -> None:
     blocks = row_blocks(x, line.size)
     areas = line.areas(buffer, blocks.bytes)
     for rank in line.others:
-        line.copy(areas[rank], blocks.stride * line.rank, x[blocks.owned(rank)])
-        line.signal(rank, buffer, 0)
+        with line.toward(rank, buffer):
+            line.copy(areas[rank], blocks.stride * line.rank, x[blocks.owned(rank)])
+            line.signal(rank, buffer, 0)
 
 
 def sum_of_blocks(line: SymmetricBuffer, buffer: int, x: Tensor) -> Tensor:
@@ -378,12 +401,7 @@ def sum_of_blocks(line: SymmetricBuffer, buffer: int, x: Tensor) -> Tensor:
     blocks = row_blocks(x, line.size)
     areas = line.areas(buffer, blocks.bytes)
     line.wait(buffer, 0)
-    local = x[blocks.owned(line.rank)]
-    parts = [
-        local if rank == line.rank else slot(areas[line.rank], blocks.stride * rank, local).view(local.shape)
-        for rank in range(line.size)
-    ]
-    total = added(parts)
+    total = line.sum_of_slots(areas[line.rank], blocks.stride, x[blocks.owned(line.rank)])
     begin = blocks.sums + blocks.owned(line.rank).start * blocks.row_bytes
     for rank in (line.rank, *line.others):
         line.copy(areas[rank], begin, total)

@@ -47,27 +47,34 @@ class GpuSymmetricBuffer(SymmetricBuffer):
     _words: list[int] = field(default_factory=list)
     _down: Sequence[Tensor] = ()
     _held: list[Any] = field(default_factory=list)
-    _beside: Any = None
-    _is_beside: bool = False
-    # By buffer: what was queued in front of its copy, and the copy.
-    _events: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    # A stream for each other rank, and which of them is current.
+    _lanes: Sequence[Any] = ()
+    _lane: int | None = None
+    # By buffer: what was queued in front of its copies, and the copies of each lane; and which lanes have some.
+    _events: dict[int, tuple[Any, Sequence[Any]]] = field(default_factory=dict)
+    _busy: dict[int, list[int]] = field(default_factory=dict)
     _under_way: dict[int, Tensor | Sequence[Tensor]] = field(default_factory=dict)
     _flags: dict[int, Sequence[Tensor]] = field(default_factory=dict)
     # Words of this device and of the host, which waiting kernels read; and what raises all flags of the driver's waits.
     _stop: Sequence[Tensor] = ()
     _raised: Tensor = field(default_factory=lambda: torch.empty(0))
     _raising: Any = None
+    _own_flags: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def open(self) -> GpuSymmetricBuffer:
         """Makes the flags and the streams. A collective call."""
         words = self._create(self.flags * _WORD)
-        self._beside = torch.cuda.Stream(self.device)
+        self._lanes = [torch.cuda.Stream(self.device) for _ in self.others]
         self._raising = torch.cuda.Stream(self.device)
         word = torch.zeros(1, dtype=torch.int32)
         self._stop = word.to(self.device), word.pin_memory()
         self._raised = torch.ones(self.flags, dtype=torch.int32, pin_memory=True).view(torch.uint8)
         self._down = [words[self.rank], *(words[rank] for rank in self.others)]
         self._words = [rank_words.data_ptr() for rank_words in words]
+        self._own_flags = words[self.rank].view(torch.int32)
+        self._await(
+            torch.ones_like(self._own_flags), 0
+        )  # compiled and loaded, which cannot be while a graph is captured
         return self
 
     def _create(self, size: int) -> Sequence[Tensor]:
@@ -89,39 +96,81 @@ class GpuSymmetricBuffer(SymmetricBuffer):
 
     @contextmanager
     def beside(self, buffer: int, sent: Tensor | Sequence[Tensor]) -> Iterator[None]:
-        """Switches to the buffer's stream."""
+        """Switches to the first of the buffer's streams."""
         # Events are made once a buffer: an uncaptured step of 1.2B spent a quarter of
         # the host's time around its 243 copies and sums.
         if buffer not in self._events:
-            self._events[buffer] = torch.cuda.Event(), torch.cuda.Event()
+            self._events[buffer] = torch.cuda.Event(), [torch.cuda.Event() for _ in self._lanes]
         before, done = self._events[buffer]
         before.record(current_stream(self.device))
-        self._beside.wait_event(before)
-        self._is_beside = True
+        busy = self._busy[buffer] = []
+        self._enter(buffer, 0)
         try:
             yield
         finally:
-            self._is_beside = False
-        done.record(self._beside)
+            self._lane = None
+        for lane in busy:
+            done[lane].record(self._lanes[lane])
         self._under_way[buffer] = sent
+
+    def _enter(self, buffer: int, lane: int) -> None:
+        if lane not in self._busy[buffer]:
+            self._busy[buffer].append(lane)
+            self._lanes[lane].wait_event(self._events[buffer][0])
+        self._lane = lane
+
+    @contextmanager
+    def toward(self, rank: int, buffer: int) -> Iterator[None]:
+        """Switches to the stream of a rank."""
+        before = self._lane
+        self._enter(buffer, self.others.index(rank))
+        try:
+            yield
+        finally:
+            self._lane = before
 
     def copy(self, area: Tensor, begin: int, block: Tensor) -> None:
         """Copies by a copy engine."""
-        copy(self._stream, area.data_ptr() + begin, block.data_ptr(), block.nbytes)
+        if block.is_contiguous():
+            copy(self._stream, area.data_ptr() + begin, block.data_ptr(), block.nbytes)
+            return
+        (rows, width), (pitch, _), grain = block.shape, block.stride(), block.itemsize
+        copy_rows(self._stream, area.data_ptr() + begin, block.data_ptr(), (rows, width * grain, pitch * grain))
 
     def join(self, buffer: int) -> None:
         """Lets the current stream wait for the copies; they took what they sent."""
         del self._under_way[buffer]
-        current_stream(self.device).wait_event(self._events[buffer][1])
+        stream, done = current_stream(self.device), self._events[buffer][1]
+        for lane in self._busy.pop(buffer):
+            stream.wait_event(done[lane])
 
     def signal(self, rank: int, buffer: int, stage: int) -> None:
         """Raises the flag on the buffer's stream in `beside`, else on the current one."""
         write_value(self._stream, self._words[rank] + _WORD * self.flag(buffer, stage, self.rank), 1)
 
     def wait(self, buffer: int, stage: int, senders: Sequence[int] = ()) -> None:
-        """Waits on the stream of `signal`."""
+        """Waits on the stream of `signal`.
+
+        The driver's wait takes 10 us of a graph, and a kernel that looks 3; a kernel takes the host longer to queue.
+        """
+        if self._lane is None and not senders and torch.cuda.is_current_stream_capturing():
+            self._await(self._own_flags, self.flag(buffer, stage, 0))
+            return
         base = self._words[self.rank]
         take_down(self._stream, [base + _WORD * self.flag(buffer, stage, rank) for rank in senders or self.others])
+
+    def _await(self, flags: Tensor, first: int) -> None:
+        from fxpar.peer_memory.runtime.push_kernels import take_flags
+
+        take_flags(flags, first, self.rank, self.size, self._stop)
+
+    def sum_of_slots(self, area: Tensor, step: int, local: Tensor) -> Tensor:
+        """Sums by one kernel."""
+        if local.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return super().sum_of_slots(area, step, local)
+        from fxpar.peer_memory.runtime.push_kernels import add_slots
+
+        return add_slots(area.view(local.dtype), step // local.itemsize, local, self.rank, self.size)
 
     def total(self, buffer: int, x: Tensor, is_sent: bool = False) -> Tensor:
         """Sums by one kernel, on the current stream: that of rows wherever they fit.
@@ -213,7 +262,7 @@ class GpuSymmetricBuffer(SymmetricBuffer):
 
     @property
     def _stream(self) -> int:
-        stream: int = self._beside.cuda_stream if self._is_beside else raw_stream(self.device)
+        stream: int = raw_stream(self.device) if self._lane is None else self._lanes[self._lane].cuda_stream
         return stream
 
     def close(self) -> None:
@@ -225,6 +274,7 @@ class GpuSymmetricBuffer(SymmetricBuffer):
         super().close()
         self._held.clear()
         self._under_way.clear()
+        self._busy.clear()
         self._flags.clear()
 
 
@@ -236,6 +286,7 @@ def _expect(through: threading.Event, error: RankError) -> None:
 
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
+_ON_DEVICE, _LONGEST_PITCH = 2, (1 << 31) - 1  # CU_MEMORYTYPE_DEVICE; more bytes the driver refuses
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _NAME = "libcuda.so.1"
 
@@ -253,6 +304,24 @@ class _Operation(ctypes.Structure):
     ]
 
 
+class _Rows(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        (side + name, kind)
+        for side in ("from_", "to_")
+        for name, kind in (
+            ("x", ctypes.c_size_t),
+            ("y", ctypes.c_size_t),
+            ("type", ctypes.c_int),
+            ("host", ctypes.c_void_p),
+            ("device", ctypes.c_uint64),
+            ("array", ctypes.c_void_p),
+            ("pitch", ctypes.c_size_t),
+        )
+    ] + [("width", ctypes.c_size_t), ("rows", ctypes.c_size_t)]
+
+
 @cache
 def _driver() -> Any:
     """Returns the driver.
@@ -267,6 +336,8 @@ def _driver() -> Any:
     library.cuStreamBatchMemOp_v2.restype = ctypes.c_int
     library.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
     library.cuMemcpyDtoDAsync_v2.restype = ctypes.c_int
+    library.cuMemcpy2DAsync_v2.argtypes = [ctypes.POINTER(_Rows), ctypes.c_void_p]
+    library.cuMemcpy2DAsync_v2.restype = ctypes.c_int
     library.cuThreadExchangeStreamCaptureMode.argtypes = [ctypes.POINTER(ctypes.c_int)]
     library.cuThreadExchangeStreamCaptureMode.restype = ctypes.c_int
     library.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
@@ -281,6 +352,27 @@ def copy(stream: int, there: int, here: int, size: int) -> None:
     """
     if size:
         _check(_driver().cuMemcpyDtoDAsync_v2(there, here, size, stream))
+
+
+def copy_rows(stream: int, there: int, here: int, size: tuple[int, int, int]) -> None:
+    """Lets the stream copy rows from `here` to `there`, where they lie one after the other.
+
+    Args:
+        size: rows, bytes of a row, and bytes from one row to the next.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    rows, width, pitch = size
+    if rows * width == 0:
+        return
+    if pitch > _LONGEST_PITCH:
+        for row in range(rows):
+            copy(stream, there + row * width, here + row * pitch, width)
+        return
+    places = {"from_type": _ON_DEVICE, "from_device": here, "from_pitch": pitch, "to_type": _ON_DEVICE}
+    places |= {"to_device": there, "to_pitch": width, "width": width, "rows": rows}
+    _check(_driver().cuMemcpy2DAsync_v2(ctypes.byref(_Rows(**places)), stream))
 
 
 def take_down(stream: int, addresses: Sequence[int]) -> None:

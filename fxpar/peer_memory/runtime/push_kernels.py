@@ -63,6 +63,71 @@ def take_flag(flag_ptr, stop_ptr, far_ptr):  # type: ignore[no-untyped-def]
             taken = tl.maximum(taken, tl.load(stop_ptr, volatile=True))
 
 
+# Else it would be compiled anew for some places, while a graph is captured.
+@triton.jit(do_not_specialize=["first"])
+def _take_flags_kernel(flags_ptr, first, stop_ptr, far_ptr, RANK: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            take_flag(flags_ptr + first + rank, stop_ptr, far_ptr)
+
+
+def take_flags(flags: Tensor, first: int, rank: int, size: int, stop: Sequence[Tensor]) -> None:
+    """Waits until the flags of all other ranks are up, and takes them down.
+
+    Args:
+        flags: int32[…].
+        first: the place of rank 0's.
+        rank: this one's number.
+        size: how many ranks there are.
+        stop: as of `push_sum`.
+    """
+    # One warp: whatever else runs on the GPU has room beside it.
+    _take_flags_kernel[(1,)](flags, first, *stop, RANK=rank, SIZE=size, num_warps=1)
+
+
+@triton.jit
+def _add_slots_kernel(  # type: ignore[no-untyped-def]
+    area_ptr, step, local_ptr, pitch, width, out_ptr, RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    across = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // across).to(tl.int64)
+    column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for rank in tl.static_range(SIZE):
+        if rank == RANK:
+            part = tl.load(local_ptr + row * pitch + column, mask=column < width)
+        else:
+            at = tl.cast(step, tl.int64) * rank + row * width + column
+            part = tl.load(area_ptr + at, mask=column < width, cache_modifier=".cg")
+        total += part.to(tl.float32)
+    tl.store(out_ptr + row * width + column, total.to(out_ptr.dtype.element_ty), mask=column < width)
+
+
+# Elements of a program of `add_slots`.
+_ADDED = 2048
+
+
+def add_slots(area: Tensor, step: int, local: Tensor, rank: int, size: int) -> Tensor:
+    """Returns the sum of this rank's part and of those in the slots of the others, added in float32 in their order.
+
+    Args:
+        area: this rank's, [at least size * step].
+        step: elements from slot to slot.
+        local: [rows, width] of contiguous rows, of its type.
+        rank: this one's number.
+        size: how many ranks there are.
+
+    Returns:
+        [rows, width], contiguous.
+    """
+    out = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+    rows, width = (1, local.numel()) if local.is_contiguous() else local.shape
+    if out.numel():
+        grid = (triton.cdiv(width, _ADDED) * rows,)
+        _add_slots_kernel[grid](area, step, local, local.stride(0), width, out, RANK=rank, SIZE=size, BLOCK=_ADDED)
+    return out
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _push_sum_kernel(  # type: ignore[no-untyped-def]
     x_ptr, memory, flags, stop, out_ptr, counts, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr

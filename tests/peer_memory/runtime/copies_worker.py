@@ -126,7 +126,7 @@ def several() -> None:
         blocks = whole.view(size, size, size + 1, 3)
         total = peer_copies.summed(peer_copies.start_sum(own, "several", 1), "several", 1)
         gathered = peer_copies.gathered(peer_copies.start_gather(own, "several", 2), *cut, "several", 2)
-        scattered = peer_copies.scattered(peer_copies.start_scatter(own, *cut, size, "several", 3), "several", 3)
+        scattered = peer_copies.scattered(peer_copies.start_scatter(own, *cut, size, "several", 3), *cut, "several", 3)
         sent = peer_copies.start_exchange(own, *cut, size, "several", 4)
         exchanged = peer_copies.exchanged(sent, 0, cut[1], "several", 4)
         shot = peer_copies.sum_in_one_shot(own, "several", 5)
@@ -146,8 +146,40 @@ def several() -> None:
         assert torch.equal(scattered, blocks[:, rank].sum(0))
         assert torch.equal(exchanged, blocks[:, rank].flatten(0, 1))
         dist.barrier()
+        across(rank, size, device, dtype)
     symmetric_buffer.close(["several"])
     print("equal", flush=True)
+
+
+def across(rank: int, size: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Blocks of rows that lie apart, of few bytes and of many, in a graph: values change between replays."""
+    cut = (1, [(1, None)])
+    for width in (3, 1024):
+        own = torch.zeros(3, 32 * size, width, device=device, dtype=dtype)
+
+        def run(own: torch.Tensor = own) -> tuple[torch.Tensor, torch.Tensor]:
+            scattered = peer_copies.scattered(
+                peer_copies.start_scatter(own, *cut, size, "several", 8), *cut, "several", 8
+            )
+            return scattered, peer_copies.gathered(
+                peer_copies.start_gather(scattered, "several", 9), *cut, "several", 9
+            )
+
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            scattered, gathered = run()
+        for turn in range(3):
+            seeds = [torch.Generator().manual_seed(100 * turn + r) for r in range(size)]
+            parts = [torch.randint(-9, 9, own.shape, generator=g).to(device, dtype) for g in seeds]
+            own.copy_(parts[rank])
+            graph.replay()
+            torch.cuda.synchronize()
+            total = torch.stack(parts).sum(0)
+            assert torch.equal(gathered, total)
+            assert torch.equal(scattered, total.unflatten(1, (size, 32))[:, rank])
+            dist.barrier()
 
 
 if __name__ == "__main__":

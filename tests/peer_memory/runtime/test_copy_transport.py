@@ -48,7 +48,7 @@ def test_training_is_the_same(request: pytest.FixtureRequest, name: str, plan: d
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
 def test_each_kind_on_two_ranks(world2: World, dtype: torch.dtype) -> None:
-    assert world2.run(transport_jobs.each_kind, dtype, (6, 4, 3)) == [[], []]
+    assert world2.run(transport_jobs.each_kind, dtype, (8, 4, 3)) == [[], []]
 
 
 @pytest.mark.parametrize("shape", [(8, 4, 3), (4, 4, 1)], ids=str)

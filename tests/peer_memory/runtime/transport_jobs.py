@@ -176,7 +176,7 @@ def each_kind(dtype: torch.dtype, shape: tuple[int, ...]) -> list[str]:
     group = world.groups["tp"].name
     x = torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(world.rank)).to(dtype)
     x = x.transpose(0, -1)  # not contiguous
-    cut = (1, [(1, None)])
+    cut, runs = (1, [(1, None)]), (2, [(2 if shape[0] % (2 * size) == 0 else 1, None)])
     found = {
         "sum": (
             peer_copies.summed(peer_copies.start_sum(x, name, 1), name, 1),
@@ -187,8 +187,16 @@ def each_kind(dtype: torch.dtype, shape: tuple[int, ...]) -> list[str]:
             process_group.put_in_places(process_group.start_gather(x, group, size), *cut),
         ),
         "scatter": (
-            peer_copies.scattered(peer_copies.start_scatter(x, *cut, size, name, 3), name, 3),
+            peer_copies.scattered(peer_copies.start_scatter(x, *cut, size, name, 3), *cut, name, 3),
             process_group.scattered(process_group.start_scatter(x, *cut, group, size)),
+        ),
+        "several runs": (
+            peer_copies.scattered(peer_copies.start_scatter(x, *runs, size, name, 6), *runs, name, 6),
+            process_group.scattered(process_group.start_scatter(x, *runs, group, size)),
+        ),
+        "gather of runs": (
+            peer_copies.gathered(peer_copies.start_gather(x, name, 7), *runs, name, 7),
+            process_group.put_in_places(process_group.start_gather(x, group, size), *runs),
         ),
         "one shot": (
             peer_copies.sum_in_one_shot(x, name, 5),
