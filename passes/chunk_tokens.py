@@ -151,21 +151,42 @@ class _Chunked:
     def written(self) -> Program:
         """Returns it."""
         cuts = self._chosen.cuts
+        again = self._again()
         for node in cuts:
             self._chunks[node] = [self._chunk(node, chunk) for chunk in self._all]
             if node in self._chosen.late:
                 last = self._chunks[node][-1]
                 self._late |= dict.fromkeys(self._chunks[node], last)
-            if any(not self._stays(node, user) for user in node.users):
+            if node not in again and any(not self._stays(node, user) for user in node.users):
                 self._wholes[node] = self._joined(node)
-                node.replace_all_uses_with(self._wholes[node], delete_user_cb=lambda user: user not in cuts)
-        for node in reversed(list(cuts)):
+        for node, whole in self._wholes.items():
+            node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in cuts or user in again)
+        for node in reversed([node for node in cuts if node not in again]):
             name = node.name
             node.graph.erase_node(node)
             if node in self._wholes:
                 self._wholes[node].name = name
         self._order()
         return self._program
+
+    def _again(self) -> set[fx.Node]:
+        """Returns what is computed once more of all rows, as what it reads is put together anyway.
+
+        That is little beside a product, and the backward needs it: what is compiled computes it there, where else
+        chunks would be kept for it. What a product of a chunk reads is in memory as it is.
+        """
+        whole: set[fx.Node] = set()
+        again: set[fx.Node] = set()
+        for node in self._chosen.cuts:
+            if all(self._stays(node, user) for user in node.users):
+                continue
+            whole.add(node)
+            reads = [read for read in operands(node) if read in self._chosen.cuts]
+            is_light = node not in self._chosen.products | self._chosen.sends | self._chosen.late
+            is_light = is_light and node.target is not operator.getitem and not isinstance(note(node).type, tuple)
+            if is_light and reads and whole.issuperset(reads) and self._chosen.products.isdisjoint(node.users):
+                again.add(node)
+        return again
 
     def _row_count(self, rows: sympy.Symbol) -> fx.Node:
         """Returns the node that is the number of a rank's rows."""

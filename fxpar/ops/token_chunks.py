@@ -39,7 +39,7 @@ from fxpar.ir.step import batch_symbol
 from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.symbolic_sizes import Size, divide, simplify, symbol
 from fxpar.ops.lowering_context import OnRank
-from fxpar.ops.operator import LoweredCall, OnShapes, Operator
+from fxpar.ops.operator import LoweredCall, OnShapes, Operator, torch_operator
 from fxpar.ops.small_operators import chunks_added
 from fxpar.signatures.engine import Refusal, Rule, Signature
 from fxpar.signatures.op_call import OpCall
@@ -59,9 +59,17 @@ def chunk_taken(x: Tensor, dim: int, rows: int, index: int, count: int) -> Tenso
     return x.narrow(dim, unit * begin, unit * (end - begin))
 
 
+def _put_together(chunks: Sequence[Tensor], dim: int) -> Tensor:
+    return torch.cat(list(chunks), dim)
+
+
+# A name of its own, so that what is compiled can let chunks be written where the whole has them.
+joined_chunks = torch_operator("joined_chunks", fake=_put_together, direct=True)(_put_together)
+
+
 def chunks_joined(chunks: Sequence[Tensor], dim: int) -> Tensor:
     """Returns the value of all chunks."""
-    return torch.cat(list(chunks), dim)
+    return joined_chunks(chunks, dim)
 
 
 def chunk_sized(rows: int, multiple: int, index: int, count: int) -> int:

@@ -99,7 +99,7 @@ class ChunkChoice:
             users = after(node)
             if users and len(users) == len(node.users) and node not in self._products and chosen.issuperset(users):
                 chosen.add(node)
-        late = self._late(chosen)
+        late = self._late(chosen, phases)
         chosen |= late
         # Parts of a tuple are of each chunk where it is.
         parts = {node for node in self._nodes if node.target is operator.getitem and node in self._cuts}
@@ -107,12 +107,17 @@ class ChunkChoice:
         cuts = {node: self._cuts[node] for node in self._nodes if node in chosen}
         return Chosen(cuts, frozenset(sends), frozenset(self._products & chosen), frozenset(late))
 
-    def _late(self, chosen: Set[fx.Node]) -> set[fx.Node]:
+    def _late(self, chosen: Set[fx.Node], phases: Collection[str] | None) -> set[fx.Node]:
         """Returns the sums over rows of what is chosen, and what leads up to them alone; of a forward none.
 
         The table of an embedding is larger than what is added to it: chunk by chunk, that would be written once more.
         """
-        sums = {node for node, cut in self._cuts.items() if _is_sum(cut) and note(node).phase and self._is_small(node)}
+        sums = {
+            node
+            for node, cut in self._cuts.items()
+            if _is_sum(cut) and (phase := note(node).phase) and self._is_small(node)
+            if phases is None or phase in phases
+        }
         open_to = self._cuts.keys() - self._products - self._sends - chosen | sums
         ahead = _reached(self._nodes[::-1], sums, lambda node: [user for user in self._after(node) if user in open_to])
         of_chosen: set[fx.Node] = set()
@@ -262,10 +267,10 @@ def chunk_prices(program: Program, rows: sympy.Symbol, chosen: Chosen) -> list[C
         number = _KERNELS * len(cut) + len([node for node in kernels if note(node).phase == phase]) + 2 * len(mine)
         # What a forward computes after its last collective needs that.
         free = sum(seconds[1][node] for node in products if phase and node not in listened)
-        whole = _exposed(program, mine, 1, free)
+        whole = _exposed(_sendings(program, mine, 1), free, 0.0)
         for count in counts:
             in_chunks = sum(seconds[count][node] for node in cut)
-            chunked = _exposed(program, mine, count, free + in_chunks * (count - 1) / count)
+            chunked = _exposed(_sendings(program, mine, count), free, in_chunks * (count - 1) / count, count == 2)
             more = in_chunks - sum(seconds[1][node] for node in cut) + _overhead(program, mine, count, number, free)
             prices.append(ChunkPrice(count, phase, sum(seconds[1].values()), whole, chunked, more))
     return prices
@@ -295,10 +300,19 @@ def _listened(program: Program, sends: Set[fx.Node]) -> set[fx.Node]:
     return listened
 
 
-def _exposed(program: Program, sent: Sequence[Collective], count: int, beside: float) -> float:
-    """Returns the seconds of collectives that products beside them leave bare."""
-    sendings = _sendings(program, sent, count)
-    return sum(one.seconds for one in sendings) - min(beside, sum(one.hideable for one in sendings))
+def _exposed(sendings: Sequence[Sending], free: float, of_chunks: float, is_pair: bool = False) -> float:
+    """Returns the seconds of collectives that products beside them leave bare.
+
+    Args:
+        free: seconds of products that no collective waits for.
+        of_chunks: seconds of other chunks' products.
+        is_pair: whether there are two chunks. While one's scatter is on its way, the other's products run; when it
+            has come, what is gathered of it needs a third chunk beside it.
+    """
+    gathers = sum(one.hideable for one in sendings if is_pair and one.collective.op == "all_gather")
+    hideable = sum(one.hideable for one in sendings)
+    hidden = min(of_chunks, hideable - gathers)
+    return sum(one.seconds for one in sendings) - hidden - min(free, hideable - hidden)
 
 
 def _sendings(program: Program, sent: Sequence[Collective], count: int) -> list[Sending]:

@@ -10,6 +10,7 @@ in the backward (PyTorch's min-cut).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -344,6 +345,51 @@ def _is_wait(node: Any) -> bool:
 
 def _extern(op: Any, *args: Any) -> Any:
     return lowering.fallback_handler(op, add_to_fallback_set=False)(*args)
+
+
+@lowering.register_lowering(_ops.joined_chunks.default, type_promotion_kind=None)
+def _joined_chunks(chunks: Sequence[Any], dim: int) -> Any:
+    """Lets what computes a chunk write it where the whole has it.
+
+    Inductor's own does so too, but for what a product has read, which has memory of its own by then.
+    """
+    sizes = [list(chunk.get_size()) for chunk in chunks]
+    if prod(sizes[0][:dim]) != 1:
+        return lowering.lowerings[aten.cat.default](chunks, dim)
+    begins = [*itertools.accumulate((size[dim] for size in sizes), initial=0)]
+    whole = [*sizes[0][:dim], begins[-1], *sizes[0][dim + 1 :]]
+    strides = ir.FlexibleLayout.contiguous_strides(whole)
+    layout = ir.FixedLayout(chunks[0].get_device(), chunks[0].get_dtype(), whole, strides)
+    kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
+    box = ir.StorageBox(kernel)
+    for chunk, begin, end in zip(chunks, begins, begins[1:], strict=False):
+        place = ir.SliceView.create(box, dim, begin, end, clamp=False)
+        storage = _storage_alone(chunk)
+        if storage is not None:
+            place = ir.View.create(place, storage.get_size())
+        kernel.inputs.append(ir.ConcatKernel.realize_into(chunk if storage is None else storage, place))
+    kernel.name = V.graph.register_buffer(kernel)
+    kernel.inputs = ir.ConcatKernel.unwrap_storage(kernel.inputs)
+    V.graph.register_operation(kernel)
+    return ir.TensorBox(box)
+
+
+def _storage_alone(chunk: Any) -> Any:
+    """Returns the storage of which a chunk is all, in its order, if it may lie elsewhere; else None."""
+    chunk.realize()
+    if not ir.is_storage_and_layout(chunk):
+        return None
+    storage, view = ir.as_storage_and_layout(chunk)
+    buffer = storage.data
+    if not isinstance(buffer, (ir.ComputedBuffer, ir.ExternKernelOut)) or type(buffer.layout) is not ir.FixedLayout:
+        return None
+    layout = buffer.layout
+    if view.offset or layout.offset or not view.is_contiguous() or not layout.is_contiguous():
+        return None
+    if prod(view.size) != prod(layout.size):
+        return None
+    buffer.layout = ir.FlexibleLayout(layout.device, layout.dtype, layout.size)
+    return storage
 
 
 def _held(x: Any) -> Any:
