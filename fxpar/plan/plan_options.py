@@ -212,6 +212,9 @@ class Experts(OptionGroup):
             fullest ranks have replicas on ranks with fewer rows, in each microbatch others, so that no rank has more
             rows than with an even load, as far as slots suffice. Values stay what they are. Replicas are no parameters:
             their gradients are added to those of the experts.
+        min_gain: with `spare_experts`, the share of an even load by which a rank has to exceed it, so that its experts
+            have replicas; 0 replicates whatever exceeds it. None: the share whose rows take as long to compute as the
+            weights of one expert to travel, by the plan's `cost` and the example's sizes.
         expert_modules: globs on the names of modules of experts (`*.mlp.experts`) whose forward is
             `(hidden_states [T, h], top_k_index [T, K], top_k_weights [T, K]) -> [T, h]`, with a loop over experts that
             depends on the routing, and so cannot be traced. They are computed as experts on rows instead, from weights
@@ -229,6 +232,7 @@ class Experts(OptionGroup):
     drop_policy: str = "probs"
     pad_to_capacity: bool = False
     spare_experts: int = 0
+    min_gain: int | float | None = None
     expert_modules: tuple[str, ...] = ()
 
     def problems(self) -> Iterator[str]:
@@ -241,6 +245,10 @@ class Experts(OptionGroup):
         yield from wrong_switch("experts.pad_to_capacity", self.pad_to_capacity)
         if type(self.spare_experts) is not int or not 0 <= self.spare_experts < 2**16:
             yield f"experts.spare_experts must be a whole number of at least 0, got {shown(self.spare_experts)}"
+        if self.min_gain is not None and (type(self.min_gain) not in (int, float) or not 0 <= self.min_gain < 2**16):
+            yield f"experts.min_gain must be a share of an even load, of at least 0, got {shown(self.min_gain)}"
+        elif self.min_gain is not None and self.spare_experts == 0:
+            yield "experts.min_gain is of spare_experts: give some, or leave min_gain out"
         if self.capacity_factor is None:
             depends = {"drop_policy": self.drop_policy != "probs", "pad_to_capacity": self.pad_to_capacity is True}
             for name in (name for name, is_set in depends.items() if is_set):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from fxpar.compile import compile_program
 from fxpar.cost.capturable import capture_regions
 from fxpar.cost.communication import collectives
 from fxpar.errors import CheckFailed, FxparError, PlanError
+from fxpar.experts.operators.replicas import simulate_replicas
 from fxpar.experts.operators.replicated_weights import add_replicas, replicate_experts
 from fxpar.ir.program import Program
 from fxpar.ir.step import is_forward
@@ -20,6 +22,7 @@ from fxpar.manager import PassManager
 from fxpar.passes import STEP_PASSES
 from fxpar.passes.differentiate import differentiate
 from fxpar.passes.mark_regions import mark_regions
+from fxpar.plan.cost import Cost
 from fxpar.plan.plan import Plan
 from fxpar.plan.plan_options import Experts
 from fxpar.text.parsing import parse_program
@@ -27,15 +30,16 @@ from fxpar.text.printing import print_program
 from fxpar.verification import expect, verify
 from tests.models.test_experts import model
 from tests.passes import limited
-from tests.passes.experts import check_text, compared, dispatched, expert_plan
+from tests.passes.experts import Routed, check_text, compared, dispatched, expert_plan, rolled
 from tests.products import few
 
 Mesh = tuple[int, int, int, int]
 
 
 def spare(**options: Any) -> Experts:
-    """The options, with a slot on each rank."""
-    return Experts(**{"spare_experts": 1, **options})
+    """The options, with a slot on each rank, and whatever exceeds an even load replicated."""
+    slots = options.get("spare_experts", 1)
+    return Experts(**{"spare_experts": slots, "min_gain": 0 if slots else None, **options})
 
 
 def program_of(mesh: Mesh, routing: str = "learned", load: bool = False, **options: Any) -> Program:
@@ -245,6 +249,45 @@ def test_gradients_of_slots_are_added_to_their_experts() -> None:
     expected[0] += of_slots[1, 0]
     expected[2] += of_slots[1, 1]
     assert torch.equal(sums, expected)
+
+
+# An expert has 320 elements of 8 bytes, three times on their way: 7,680 seconds a byte a second. A pair takes 6 · 320
+# multiply-adds, times two, and where rows travel alone 4 · 64 bytes of them. An even load is of 40 pairs, or 20.
+UNIT = Cost(bandwidth=1.0, flops=3.0)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cost", "options", "gain"),
+    [
+        ((2, 1, 1, 2), UNIT, {}, 0.3),
+        ((2, 1, 1, 2), UNIT, {"dispatch": "dropless"}, 0.214286),
+        ((2, 1, 1, 2), replace(UNIT, axes={"dp": {"bandwidth": 2.0}}), {}, 0.15),
+        ((2, 1, 1, 4), UNIT, {}, 0.6),
+        ((2, 1, 1, 2), Cost(), {}, 2.0),
+        ((2, 1, 1, 2), Cost(), {"min_gain": 0.125}, 0.125),
+    ],
+)
+def test_what_does_not_pay_stays(mesh: Mesh, cost: Cost, options: dict[str, Any], gain: float) -> None:
+    """The last but one is more than a rank can have beyond an even load."""
+    plan = expert_plan(*mesh).replace(experts=spare(**{"min_gain": None, **options}), cost=cost)
+    (written,) = re.findall(r"plan_replicas\.default\(%\w+, 1, (\S+)\)", print_program(dispatched(plan)))
+    assert float(written) == gain
+
+
+def test_a_balanced_load_of_many_rows_sends_nothing() -> None:
+    """Of 64 experts in bfloat16, 8 a token; and of 20 pairs one goes to the first expert."""
+    plan = Plan(dp=2, ep=2, experts=spare(min_gain=None))
+    words = {name: value.repeat(2, 205)[:, :1024] for name, value in rolled().items()}
+    program = capture(Routed(experts=64, choices=8).bfloat16(), words, plan).program
+    (gain,) = re.findall(r"plan_replicas\.default\(%\w+, 1, (\S+)\)", print_program(compile_program(program)))
+    assert float(gain) == pytest.approx(1875 / 65536, abs=1e-6)
+    even = torch.randint(0, 64, (2, 65536), generator=torch.Generator().manual_seed(1))
+    hot = torch.where(torch.arange(65536) % 20 == 0, 0, even)
+    slots = []
+    for choices, least in ((even, 0.0), (even, float(gain)), (hot, float(gain))):
+        counts = torch.stack([torch.bincount(own, minlength=64) for own in choices])
+        slots.append(simulate_replicas(counts, 1, least, 1).slots)
+    assert slots == [1, 0, 1]
 
 
 def test_ranks_have_no_more_slots_than_experts() -> None:

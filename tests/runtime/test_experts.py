@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from tests.runtime.expert_jobs import Found
 from tests.runtime.test_training import assert_same
 from tests.runtime.world import World
 
+# Whatever exceeds an even load goes to replicas.
+SPARE = Experts(spare_experts=1, min_gain=0)
 PLANS: list[Any] = [
     {"tp": 2, "ep": 2, "etp": 1},
     pytest.param({"dp": 4, "ep": 2}, marks=pytest.mark.matrix),
@@ -27,12 +30,12 @@ PLANS: list[Any] = [
     pytest.param({"dp": 2, "tp": 2, "ep": 2}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2, "pp": 2}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2, "recompute": Recompute("full")}, marks=pytest.mark.matrix),
-    {"dp": 2, "ep": 2, "experts": Experts(spare_experts=1), "recompute": Recompute("full")},
-    pytest.param({"dp": 2, "ep": 2, "experts": Experts(spare_experts=1)}, marks=pytest.mark.matrix),
-    pytest.param({"dp": 2, "ep": 2, "experts": Experts(spare_experts=1), "compile": True}, marks=pytest.mark.matrix),
-    pytest.param({"dp": 2, "tp": 2, "ep": 2, "experts": Experts(spare_experts=1)}, marks=pytest.mark.matrix),
-    pytest.param({"dp": 2, "ep": 2, "pp": 2, "experts": Experts(spare_experts=1)}, marks=pytest.mark.matrix),
-    pytest.param({"dp": 2, "ep": 2, "experts": Experts("dropless", spare_experts=1)}, marks=pytest.mark.matrix),
+    {"dp": 2, "ep": 2, "experts": SPARE, "recompute": Recompute("full")},
+    pytest.param({"dp": 2, "ep": 2, "experts": SPARE}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "experts": SPARE, "compile": True}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "tp": 2, "ep": 2, "experts": SPARE}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "pp": 2, "experts": SPARE}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "experts": replace(SPARE, dispatch="dropless")}, marks=pytest.mark.matrix),
     {"dp": 2, "ep": 2, "experts": Experts("dropless")},
     pytest.param({"tp": 2, "ep": 2, "etp": 1, "experts": Experts("dropless")}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "tp": 2, "ep": 4, "etp": 1, "experts": Experts("dropless")}, marks=pytest.mark.matrix),
@@ -84,7 +87,7 @@ def test_ranks_train_what_one_process_trains(request: pytest.FixtureRequest, pla
 
 
 MOVES: list[Any] = [
-    pytest.param({"dp": 2, "ep": 2, "experts": Experts(spare_experts=1)}, [{"tp": 2}, {}], marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "experts": SPARE}, [{"tp": 2}, {}], marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2}, [{"tp": 2}, {}], marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "tp": 2, "ep": 4, "etp": 1}, [{"dp": 4, "ep": 2}, {"tp": 2}, {}], marks=pytest.mark.matrix),
 ]
@@ -142,9 +145,7 @@ def test_the_load_of_the_last_step_is_in_the_report(
 
 def test_replicas_of_hot_experts_take_rows_of_theirs(world2: World) -> None:
     """One rank has the two experts with 80 rows each, and the other one a replica of the second."""
-    for (_, behind), _ in world2.run(
-        expert_jobs.loads, {"dp": 2, "ep": 2, "experts": Experts(spare_experts=1)}, "one", 2
-    ):
+    for (_, behind), _ in world2.run(expert_jobs.loads, {"dp": 2, "ep": 2, "experts": SPARE}, "one", 2):
         (found,) = behind
         assert (found.experts, found.ranks) == ((80, 0, 0, 0), (80, 80))
 

@@ -12,16 +12,23 @@ from math import prod
 import torch
 from torch import fx
 
+from fxpar.cost.communication import symbol_sizes
+from fxpar.cost.seconds import product_seconds
 from fxpar.errors import PlanError
 from fxpar.experts.compiler.emitter import Emitter
 from fxpar.experts.compiler.routed_rows import Routed
 from fxpar.experts.compiler.token_cuts import HolderDims, token_cut
 from fxpar.experts.operators.replicated_weights import replicate_experts
-from fxpar.ir.program import Program, TensorType, describe, operands, tensor_type
+from fxpar.ir.program import Program, TensorType, describe, operands, output_types, tensor_type
+from fxpar.layout.symbolic_sizes import Size, evaluate
 from fxpar.mesh.axes import Cuts
 from fxpar.ops.rank_dim import replicate_over
 
 fxp = torch.ops.fxpar
+# Weights of a replica travel in the forward and again in the backward, and its gradients come home.
+_TIMES_SENT = 3
+# Rows of a pair and results travel in the forward, and their gradients in the backward.
+_ROWS_SENT = 4
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ def add_spare_slots(program: Program, region: Routed) -> tuple[Routed, Replicas 
 
     After (a slot on each rank, so that 6 places have rows)::
 
-        %home, %moved = fxpar.plan_replicas.default(%counts_by_source, 1, 0.0) : i64[2], i64[2, 2]
+        %home, %moved = fxpar.plan_replicas.default(%counts_by_source, 1, 0.03) : i64[2], i64[2, 2]
         %rerouted = fxpar.reroute.default(%own, %home_by_source, %moved, 4, 1) : i64[2, b*s, 2]
         %indices_rerouted = aten.view.default(%rerouted, [-1, 2]) : i64[b*s*2, 2]
         %order, %counts = fxpar.sort_by_expert.default(%indices_rerouted, 6) : i64[b*s*2], i64[6]
@@ -93,9 +100,34 @@ def add_spare_slots(program: Program, region: Routed) -> tuple[Routed, Replicas 
         counts = emit.call(replicate_over, (counts,), tensor_type(counts), axis=axis)
     by_source, places = (*holders.outer, ranks, experts), (*holders.outer, ranks * slots)
     kinds = tuple(TensorType(torch.int64, shape) for shape in (places, (*by_source[:-1], ranks * slots)))
-    plan = (emit.view(counts, by_source, by_source), slots, 0.0)
+    min_gain = program.plan.experts.min_gain
+    gain = least_gain(program, region, pairs.shape[-1]) if min_gain is None else float(min_gain)
+    plan = (emit.view(counts, by_source, by_source), slots, gain)
     home, moved = emit.several(fxp.plan_replicas.default, plan, kinds)
     shape = (*holders.lead, ranks * slots)
     args = (chosen, holders.for_each(home), emit.view(moved, shape, shape), experts, slots)
     region.sort.replace_input_with(indices, cut.together(emit.call(fxp.reroute.default, args, kind)))
     return replace(region, experts=experts + ranks * slots), Replicas(home, slots)
+
+
+def least_gain(program: Program, region: Routed, pairs: Size) -> float:
+    """Returns the share of an even load whose rows take as long as the weights of one expert on their way.
+
+    Where sizes do not depend on the routing, rows that go elsewhere save no traffic.
+
+    Args:
+        pairs: of each source, an even load.
+    """
+    cost, ranks = program.plan.cost.on(program.mesh.holders), prod(program.mesh.holders.values())
+    operands_of_experts = {arg for node in region.grouped for arg in operands(node)} - region.rows - {region.counts}
+    weights = [kind for arg in operands_of_experts for kind in output_types(arg)]
+    if not weights:
+        return 0.0
+    elements = [prod(kind.shape[1:]) for kind in weights]
+    sent = sum(count * kind.dtype.itemsize for count, kind in zip(elements, weights, strict=True))
+    seconds = product_seconds(2 * sum(elements), 1, cost)
+    if program.plan.experts.dispatch == "dropless":
+        widths = [(kind := tensor_type(take)).shape[-1] * kind.dtype.itemsize for take in region.takes]
+        seconds += _ROWS_SENT * sum(widths) / cost.bandwidth
+    even = evaluate(pairs, symbol_sizes(program, None))
+    return round(min(_TIMES_SENT * sent / cost.bandwidth / seconds / even, float(ranks)), 6)
