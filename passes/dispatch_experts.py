@@ -12,7 +12,7 @@ from fxpar.experts.compiler.expert_replicas import add_spare_slots
 from fxpar.experts.compiler.routed_rows import Routed, routed
 from fxpar.ir.program import Program, describe, note, operands, output_node
 from fxpar.ir.properties import Property
-from fxpar.ir.step import dropped_name, excess_name, load_name
+from fxpar.ir.step import dropped_name, excess_name, load_name, routed_name
 from fxpar.manager import register_pass
 from fxpar.mesh.axes import Cuts
 
@@ -46,7 +46,8 @@ def dispatch_experts(program: Program) -> Program:
 
     Further outputs of each layer say how many rows each expert receives (`fxpar.load.…`), how many pairs are dropped
     (`fxpar.dropped.…`), and for how many rows a `recv_capacity_factor` has no place (`fxpar.excess.…`): what was
-    computed is not to be used then.
+    computed is not to be used then. With spare slots, how many rows experts have together with
+    their replicas (`fxpar.routed.…`).
 
     Refuses experts that the holders do not divide, experts of a parameter each on tensor parallel ranks that are to
     hold different ones, and a plan whose ep nothing in the model consumes.
@@ -80,6 +81,7 @@ def dispatch_experts(program: Program) -> Program:
         if holders:
             name = load_name(note(region.sort).fqn, tuple(outputs))
             counts = {name: layer.load, excess_name(name): layer.excess, dropped_name(name): layer.dropped}
+            counts |= {routed_name(name): None if replicas is None else replicas.routed}
             outputs |= {key: node for key, node in counts.items() if node is not None}
     end = output_node(program.graph)
     end.args = ((*end.args[0], *outputs.values()),)  # type: ignore[misc]

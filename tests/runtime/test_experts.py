@@ -143,11 +143,25 @@ def test_the_load_of_the_last_step_is_in_the_report(
         assert f"{tokens} {tokens} 0 0" in text
 
 
-def test_replicas_of_hot_experts_take_rows_of_theirs(world2: World) -> None:
-    """One rank has the two experts with 80 rows each, and the other one a replica of the second."""
-    for (_, behind), _ in world2.run(expert_jobs.loads, {"dp": 2, "ep": 2, "experts": SPARE}, "one", 2):
+@pytest.mark.parametrize(
+    ("plan", "before", "ranks", "replicas"),
+    [
+        ({"dp": 2, "ep": 2}, (160, 0), (80, 80), 2),
+        ({"tp": 2, "ep": 2, "etp": 1}, (160, 0), (80, 80), 2),
+        pytest.param({"dp": 4, "ep": 2}, (80, 0, 80, 0), (40,) * 4, 4, marks=pytest.mark.matrix),
+        pytest.param({"dp": 2, "tp": 2, "ep": 2}, (160, 160, 0, 0), (80,) * 4, 2, marks=pytest.mark.matrix),
+    ],
+)
+def test_replicas_of_hot_experts_take_rows_of_theirs(
+    request: pytest.FixtureRequest, plan: dict[str, Any], before: Any, ranks: Any, replicas: int
+) -> None:
+    """The ranks with the two experts of 80 rows share them with others, which have a replica in each microbatch."""
+    world = request.getfixturevalue(f"world{len(ranks)}")
+    for (_, behind), text in world.run(expert_jobs.loads, {**plan, "experts": SPARE}, "one", 2):
         (found,) = behind
-        assert (found.experts, found.ranks) == ((80, 0, 0, 0), (80, 80))
+        assert (found.experts, found.before, found.ranks) == ((80, 80, 0, 0), before, ranks)
+        assert found.replicas == replicas
+        assert f"experts 2.00 ({replicas})" in " ".join(text.split())
 
 
 def test_the_report_says_how_many_rows_were_dropped(world2: World) -> None:

@@ -38,10 +38,12 @@ class Replicas:
     Attributes:
         home: the expert in each slot, i64 [outer, holders * slots]: data ranks that hold the same experts plan apart.
         slots: of a rank.
+        routed: pairs for each expert of all sources that plan together, i64 [outer, E].
     """
 
     home: fx.Node
     slots: int
+    routed: fx.Node
 
     def replicate(self, emit: Emitter, holders: HolderDims, weights: fx.Node) -> fx.Node:
         """Maps [holders, experts of each, …] → [outer, holders, experts and slots of each, …]."""
@@ -102,12 +104,15 @@ def add_spare_slots(program: Program, region: Routed) -> tuple[Routed, Replicas 
     kinds = tuple(TensorType(torch.int64, shape) for shape in (places, (*by_source[:-1], ranks * slots)))
     min_gain = program.plan.experts.min_gain
     gain = least_gain(program, region, pairs.shape[-1]) if min_gain is None else float(min_gain)
-    plan = (emit.view(counts, by_source, by_source), slots, gain)
+    counts = emit.view(counts, by_source, by_source)
+    kind_of_loads = TensorType(torch.int64, (*holders.outer, experts))
+    loads = emit.call(torch.ops.aten.sum.dim_IntList, (counts, [-2]), kind_of_loads)
+    plan = (counts, slots, gain)
     home, moved = emit.several(fxp.plan_replicas.default, plan, kinds)
     shape = (*holders.lead, ranks * slots)
     args = (chosen, holders.for_each(home), emit.view(moved, shape, shape), experts, slots)
     region.sort.replace_input_with(indices, cut.together(emit.call(fxp.reroute.default, args, kind)))
-    return replace(region, experts=experts + ranks * slots), Replicas(home, slots)
+    return replace(region, experts=experts + ranks * slots), Replicas(home, slots, loads)
 
 
 def least_gain(program: Program, region: Routed, pairs: Size) -> float:
