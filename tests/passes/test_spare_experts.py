@@ -94,7 +94,7 @@ def _routed(spec: str, routing: str) -> Any:
     """A model whose routers are set: they have no bias, and a token's score may be of any sign."""
     built = model(spec)
     for name, weight in built.model.named_parameters():
-        if not name.endswith("gate.weight") or routing == "balanced":
+        if not name.endswith(("gate.weight", "router.weight")) or routing == "balanced":
             continue
         with torch.no_grad():
             if routing == "hot":  # one of both wins, whatever the token is
@@ -106,7 +106,14 @@ def _routed(spec: str, routing: str) -> Any:
     return built
 
 
-MODELS = ("mixtral,num_hidden_layers=1", "qwen3_moe,num_hidden_layers=1,moe_intermediate_size=40")
+MODELS = (
+    "mixtral,num_hidden_layers=1",
+    "qwen3_moe,num_hidden_layers=1,moe_intermediate_size=40",
+    # The first layer has no experts.
+    "deepseek_v3,num_hidden_layers=2,first_k_dense_replace=1,moe_intermediate_size=40,n_routed_experts=8,n_group=4,"
+    "topk_group=2",
+    "gpt_oss,num_hidden_layers=1",
+)
 MODEL_CASES = [
     (spec, mesh, routing)
     for spec in MODELS

@@ -115,24 +115,35 @@ def add_spare_slots(program: Program, region: Routed) -> tuple[Routed, Replicas 
     return replace(region, experts=experts + ranks * slots), Replicas(home, slots, loads)
 
 
-def least_gain(program: Program, region: Routed, pairs: Size) -> float:
-    """Returns the share of an even load whose rows take as long as the weights of one expert on their way.
+def expert_weights(region: Routed) -> list[TensorType]:
+    """Returns the types of all weights of a layer's experts, [E, …]."""
+    read = {arg for node in region.grouped for arg in operands(node)} - region.rows - {region.counts}
+    return [kind for arg in read for kind in output_types(arg)]
+
+
+def pair_seconds(program: Program, region: Routed) -> float:
+    """Returns the seconds in which a pair is computed, forward and backward, and in which it travels if that depends.
 
     Where sizes do not depend on the routing, rows that go elsewhere save no traffic.
-
-    Args:
-        pairs: of each source, an even load.
     """
-    cost, ranks = program.plan.cost.on(program.mesh.holders), prod(program.mesh.holders.values())
-    operands_of_experts = {arg for node in region.grouped for arg in operands(node)} - region.rows - {region.counts}
-    weights = [kind for arg in operands_of_experts for kind in output_types(arg)]
-    if not weights:
-        return 0.0
-    elements = [prod(kind.shape[1:]) for kind in weights]
-    sent = sum(count * kind.dtype.itemsize for count, kind in zip(elements, weights, strict=True))
+    cost, elements = program.plan.cost.on(program.mesh.holders), [prod(k.shape[1:]) for k in expert_weights(region)]
     seconds = product_seconds(2 * sum(elements), 1, cost)
     if program.plan.experts.dispatch == "dropless":
         widths = [(kind := tensor_type(take)).shape[-1] * kind.dtype.itemsize for take in region.takes]
         seconds += _ROWS_SENT * sum(widths) / cost.bandwidth
+    return seconds
+
+
+def least_gain(program: Program, region: Routed, pairs: Size) -> float:
+    """Returns the share of an even load that takes as long as the weights of one expert on their way.
+
+    Args:
+        pairs: of each source, an even load.
+    """
+    weights, ranks = expert_weights(region), prod(program.mesh.holders.values())
+    if not weights:
+        return 0.0
+    sent = _TIMES_SENT * sum(prod(kind.shape[1:]) * kind.dtype.itemsize for kind in weights)
+    seconds = sent / program.plan.cost.on(program.mesh.holders).bandwidth
     even = evaluate(pairs, symbol_sizes(program, None))
-    return round(min(_TIMES_SENT * sent / cost.bandwidth / seconds / even, float(ranks)), 6)
+    return round(min(seconds / pair_seconds(program, region) / even, float(ranks)), 6)
