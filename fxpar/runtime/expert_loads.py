@@ -105,7 +105,7 @@ def gathered(parts: Sequence[Mapping[str, Tensor]], world: World, plan: Plan) ->
     if not names:
         return None
     by_part = {name: torch.stack([part[name].flatten() for part in parts]) for name in names}
-    slots, layers = plan.experts.spare_experts, list(filter(is_load, names))
+    slots, layers = plan.experts.slots, list(filter(is_load, names))
     # An empty slot has no rows.
     filled = [(by_part[layer][:, -slots:] > 0).sum().view(1) for layer in layers] if slots else []
     group = world.groups["-".join(plan.axes)]

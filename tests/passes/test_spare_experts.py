@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.cost.capturable import capture_regions
 from fxpar.cost.communication import collectives
-from fxpar.errors import CheckFailed, FxparError, PlanError
+from fxpar.errors import CheckFailed, FxparError, InputError, PlanError
 from fxpar.experts.operators.replicas import simulate_replicas
 from fxpar.experts.operators.replicated_weights import add_replicas, replicate_experts
 from fxpar.ir.program import Program
@@ -295,6 +297,45 @@ def test_a_balanced_load_of_many_rows_sends_nothing() -> None:
         counts = torch.stack([torch.bincount(own, minlength=64) for own in choices])
         slots.append(simulate_replicas(counts, 1, least, 1).slots)
     assert slots == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("loads", "cost", "slots"),
+    [
+        ([20, 20, 0, 0], Cost(bandwidth=1e30, latency=1e-30, flops=1.0), 1),
+        ([20, 20, 0, 0], Cost(), 0),
+        ([10, 10, 10, 10], Cost(bandwidth=1e30, latency=1e-30, flops=1.0), 0),
+    ],
+)
+def test_a_number_of_slots_is_left_to_loads(tmp_path: Path, loads: list[int], cost: Cost, slots: int) -> None:
+    """Half of the rows of one rank go where there are none; links are free, or dearer than all products."""
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps({"loads": [{"experts": loads}]}))
+    plan = expert_plan(2, 1, 1, 2).replace(experts=Experts(spare_experts="auto", expert_loads=str(file)), cost=cost)
+    program = dispatched(plan, "one")
+    assert program.plan == plan.replace(experts=Experts(spare_experts=slots))
+    assert ("fxpar.replicate_experts" in print_program(program)) == bool(slots)
+    assert compared(program, "one").ok
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "No such file"),
+        ("{", "has no loads of experts"),
+        ('{"loads": [{"experts": [0, 0, 0, 0]}]}', "has no loads of experts"),
+        ('{"loads": [{"experts": [1, 2]}]}', r"has loads of layers of \[2\] experts, and the model has \[4\]"),
+        ('{"loads": []}', r"has loads of layers of \[\] experts, and the model has \[4\]"),
+    ],
+)
+def test_loads_of_another_model_are_refused(tmp_path: Path, text: str | None, reason: str) -> None:
+    file = tmp_path / "report.json"
+    if text is not None:
+        file.write_text(text)
+    options = Experts(spare_experts="auto", expert_loads=str(file))
+    with pytest.raises(InputError, match=reason) as refused:
+        dispatched(expert_plan(2, 1, 1, 2).replace(experts=options))
+    assert "model.report().to_dict()" in str(refused.value)
 
 
 def test_ranks_have_no_more_slots_than_experts() -> None:

@@ -164,6 +164,14 @@ def test_replicas_of_hot_experts_take_rows_of_theirs(
         assert f"experts 2.00 ({replicas})" in " ".join(text.split())
 
 
+def test_a_training_takes_its_slots_from_the_report_of_another(world2: World, tmp_path: Path) -> None:
+    """All rows are of the two experts of one rank, and links are free."""
+    for plan, saved, (load,) in world2.run(expert_jobs.with_slots_by_loads, tmp_path):
+        assert plan == Experts(spare_experts=1)
+        assert saved == {"spare_experts": 1}
+        assert (load.before, load.ranks, load.replicas) == ((80, 0), (40, 40), 1)
+
+
 def test_the_report_says_how_many_rows_were_dropped(world2: World) -> None:
     """Of a router that sends all of a source's 20 tokens to the first two experts, which take ceil(20 * 2 / 4)."""
     plan = {"dp": 2, "ep": 2, "experts": Experts(capacity_factor=1)}

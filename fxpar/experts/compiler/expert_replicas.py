@@ -77,7 +77,7 @@ def add_spare_slots(program: Program, region: Routed) -> tuple[Routed, Replicas 
     Raises:
         PlanError: ranks have fewer experts than slots, or do not divide the experts.
     """
-    slots, axes = program.plan.experts.spare_experts, program.mesh.holders
+    slots, axes = program.plan.experts.slots, program.mesh.holders
     if not slots:
         return region, None
     ranks, where, experts = prod(axes.values()), describe(region.sort), region.experts

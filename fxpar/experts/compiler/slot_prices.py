@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -113,6 +113,21 @@ def slot_prices(program: Program, load: float | Path) -> list[SlotPrice]:
 def cheapest(prices: Sequence[SlotPrice]) -> SlotPrice:
     """Returns the price that takes least time, of equal ones that of the fewest slots."""
     return min(prices, key=lambda price: price.seconds)
+
+
+def choose_slots(program: Program) -> Program:
+    """Returns the program with the cheapest number of spare slots in its plan, where that leaves it to loads.
+
+    Raises:
+        InputError, PlanError: as `slot_prices`.
+    """
+    experts = program.plan.experts
+    if experts.spare_experts != "auto":
+        return program
+    slots = cheapest(slot_prices(program, Path(experts.expert_loads))).slots
+    least = experts.min_gain if slots else None
+    experts = replace(experts, spare_experts=slots, min_gain=least, expert_loads="")
+    return program.with_(plan=replace(program.plan, experts=experts))
 
 
 def _price(program: Program, layers: Sequence[Routed], shares: Sequence[Sequence[float]], slots: int) -> SlotPrice:
