@@ -180,6 +180,14 @@ def test_the_backward_has_weights_sent_again() -> None:
             assert all(is_forward(user) for user in node.users)
 
 
+def test_weights_are_sent_before_rows_travel() -> None:
+    """So that they travel meanwhile, and graphs in front of rows alone hold them."""
+    names = [node.name for node in program_of((2, 1, 1, 2), "one", dispatch="dropless").graph.nodes]
+    sent = [place for place, name in enumerate(names) if name.startswith("replicate_experts")]
+    assert len(sent) == 4
+    assert max(sent) < names.index("send_rows")
+
+
 @pytest.mark.parametrize("dispatch", ["allgather", "alltoall"])
 def test_buffers_for_an_even_load_are_enough(dispatch: str) -> None:
     """All rows are of the two experts of one rank."""

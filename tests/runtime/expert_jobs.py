@@ -45,10 +45,10 @@ def module(options: tuple[tuple[str, Any], ...]) -> ParallelModule:
     return fxpar.parallelize(model.double().train(), plan, example)
 
 
-def train(options: dict[str, Any], steps: int = 3) -> Found:
+def train(options: dict[str, Any], steps: int = 3, eps: float = 1e-6) -> Found:
     """Steps of AdamW, clipped; of the first the gradients."""
     model = module(tuple(sorted(options.items())))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=eps)
     own = fxpar.shard_batch(batch(), model)
     found: Found = {"losses": [], "norms": []}
     for step in range(steps):

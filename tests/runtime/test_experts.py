@@ -86,6 +86,20 @@ def test_ranks_train_what_one_process_trains(request: pytest.FixtureRequest, pla
         assert found["held"] < wanted["held"]
 
 
+@pytest.mark.matrix
+def test_replicas_change_no_training(world2: World, tmp_path: Path) -> None:
+    """Twenty steps, and two that go on from a save: those to the bit."""
+    plan = {"dp": 2, "ep": 2, "layers": 2}
+    without = world2.run(expert_jobs.train, plan, 20, 1e-3)
+    spare = {**plan, "experts": SPARE}
+    for found, wanted in zip(world2.run(expert_jobs.train, spare, 20, 1e-3), without, strict=True):
+        assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
+        assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-6)
+        assert_same(found["state"], wanted["state"], 1e-6)
+    saved = world2.run(expert_jobs.saved, spare, tmp_path)
+    assert world2.run(expert_jobs.resumed, spare, tmp_path) == [(losses, True) for losses in saved]
+
+
 MOVES: list[Any] = [
     pytest.param({"dp": 2, "ep": 2, "experts": SPARE}, [{"tp": 2}, {}], marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2}, [{"tp": 2}, {}], marks=pytest.mark.matrix),

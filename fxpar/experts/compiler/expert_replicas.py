@@ -6,6 +6,7 @@ for its experts and, after them, for its slots. Dispatch takes slots for experts
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -113,6 +114,12 @@ def add_spare_slots(program: Program, region: Routed) -> tuple[Routed, Replicas 
     args = (chosen, holders.for_each(home), emit.view(moved, shape, shape), experts, slots)
     region.sort.replace_input_with(indices, cut.together(emit.call(fxp.reroute.default, args, kind)))
     return replace(region, experts=experts + ranks * slots), Replicas(home, slots, loads)
+
+
+def early_weights(region: Routed) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yields the weights that are there before rows are sorted, and what reads them: they can travel while rows do."""
+    for node in (node for node in region.nodes if node in region.grouped):  # a set has no order
+        yield from ((node, arg) for arg in node.all_input_nodes if output_types(arg) and arg < region.sort)
 
 
 def expert_weights(region: Routed) -> list[TensorType]:
