@@ -10,9 +10,10 @@ from fxpar.experts.compiler.dispatch import dispatch_of
 from fxpar.experts.compiler.expert_capacity import limit_rows
 from fxpar.experts.compiler.expert_replicas import add_spare_slots
 from fxpar.experts.compiler.routed_rows import Routed, routed
+from fxpar.experts.compiler.slot_prices import choose_slots
 from fxpar.ir.program import Program, describe, note, operands, output_node
 from fxpar.ir.properties import Property
-from fxpar.ir.step import dropped_name, excess_name, load_name
+from fxpar.ir.step import dropped_name, excess_name, load_name, routed_name
 from fxpar.manager import register_pass
 from fxpar.mesh.axes import Cuts
 
@@ -42,15 +43,18 @@ def dispatch_experts(program: Program) -> Program:
     depends on the routing and nothing waits for the host. Values and gradients stay equal; with a `capacity_factor`
     they are those of a device that drops the same rows (`expert_capacity`).
 
-    With `spare_experts` rows of hot experts go to replicas of these on ranks with few rows (`expert_replicas`).
+    With `spare_experts` rows of hot experts go to replicas of these on ranks with few rows (`expert_replicas`); the
+    plan of the result has a number where it was left to loads (`slot_prices`).
 
     Further outputs of each layer say how many rows each expert receives (`fxpar.load.…`), how many pairs are dropped
     (`fxpar.dropped.…`), and for how many rows a `recv_capacity_factor` has no place (`fxpar.excess.…`): what was
-    computed is not to be used then.
+    computed is not to be used then. With spare slots, how many rows experts have together with
+    their replicas (`fxpar.routed.…`).
 
     Refuses experts that the holders do not divide, experts of a parameter each on tensor parallel ranks that are to
     hold different ones, and a plan whose ep nothing in the model consumes.
     """
+    program = choose_slots(program)
     holders, plan = program.mesh.holders, program.plan
     is_limited = plan.experts.capacity_factor is not None
     regions = routed(program) if holders or is_limited or plan.data_ranks > 1 else []
@@ -80,6 +84,7 @@ def dispatch_experts(program: Program) -> Program:
         if holders:
             name = load_name(note(region.sort).fqn, tuple(outputs))
             counts = {name: layer.load, excess_name(name): layer.excess, dropped_name(name): layer.dropped}
+            counts |= {routed_name(name): None if replicas is None else replicas.routed}
             outputs |= {key: node for key, node in counts.items() if node is not None}
     end = output_node(program.graph)
     end.args = ((*end.args[0], *outputs.values()),)  # type: ignore[misc]

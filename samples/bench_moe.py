@@ -4,14 +4,18 @@
     torchrun --nproc-per-node 2 samples/bench_moe.py --runs learned+dropless learned+dropless+partial learned+alltoall
     torchrun --nproc-per-node 2 samples/bench_moe.py --runs learned+dropless+compile learned+dropless+partial+compile
     torchrun --nproc-per-node 4 samples/bench_moe.py --runs learned+compile --batch 2 --json times.jsonl
+    torchrun --nproc-per-node 2 samples/bench_moe.py --runs hot+compile+graph hot+spare2+compile+graph
     torchrun --nproc-per-node 2 samples/bench_moe.py --tiny --precision fp32     # to see that it runs, on a CPU too
 
-A run is FLAG+FLAG…: `learned`, the model's own router, or `balanced`, as many tokens for each expert; `compile`;
-`graph` (the step is one CUDA graph), `partial` (graphs end where rows travel alone); `adamw` (the step has torch's
-fused AdamW and its clipping too, behind a graph); `unchecked` (batches are not compared over the ranks); `selective`
-and `full` (recomputation); `dropless` (rows travel alone), `alltoall` (rows travel in blocks), `budget` (buffers have
-half as many places again as an even load needs), `copy` and `nccl` (what ranks send by, where not by what is faster).
-With `dropless`, `compile` compiles what stands between experts.
+A run is FLAG+FLAG…. How tokens are routed: `learned`, the model's own router; `balanced`, as many tokens for each
+expert; or an eighth of the experts has eight times the weight of others: `hot`, the first ones; `spread`, ones in equal
+distances; `moving`, others in each step; `hot_rank`, all experts of the first rank. `spare1`, `spare2` and `spare4` are
+spare slots of each rank for replicas of hot experts. Other flags are `compile`; `graph` (the step is one CUDA graph),
+`partial` (graphs end where rows travel alone); `adamw` (the step has torch's fused AdamW and its clipping too, behind a
+graph); `unchecked` (batches are not compared over the ranks); `selective` and `full` (recomputation); `dropless` (rows
+travel alone), `alltoall` (rows travel in blocks), `budget` (buffers have half as many places again as an even load
+needs), `copy` and `nccl` (what ranks send by, where not by what is faster). With `dropless`, `compile` compiles what
+stands between experts.
 Every GPU has its own sequences and experts: the plan is dp = ep = their number, etp = 1. The model is transformers'
 Mixtral on the meta device, of 8 layers of width 2048 with 64 experts of width 1024, of which a token has 8, and 4
 sequences of 2048 tokens a GPU. A step's time is the slowest rank's median. FLOPs are 6·P·T + 12·L·s·h·T, where P has of
@@ -36,8 +40,10 @@ from torch.nn import functional
 import fxpar
 from samples.bench_tp import Size, build, run_all, time_steps, where_time_goes
 
+ROUTINGS = ("balanced", "hot", "spread", "moving", "hot_rank")
+SLOTS = {"spare1": 1, "spare2": 2, "spare4": 4}
 FLAGS = (
-    *("learned", "balanced", "eager", "compile", "graph", "adamw", "unchecked", "selective", "full", "dropless"),
+    *("learned", *ROUTINGS, *SLOTS, "eager", "compile", "graph", "adamw", "unchecked", "selective", "full", "dropless"),
     *("alltoall", "budget", "copy", "nccl", "partial"),
 )
 # Larger than any router's score.
@@ -51,26 +57,50 @@ _TINY |= {"num_hidden_layers": 2, "vocab_size": 512, "max_position_embeddings": 
 _TINY |= {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
-class Balanced(nn.Module):
-    """A layer's router and experts, every token of a sequence going to the next experts in turn.
+class Routed(nn.Module):
+    """A layer's router and experts, where a token's place in its sequence decides which experts it goes to.
 
     What it weighs them by is the router's own score.
+
+    Args:
+        block: of the model.
+        chosen: the experts of each place, [s, K].
+        moved: by how many numbers all of them are moved on in each step.
     """
 
-    def __init__(self, block: Any, k: int) -> None:
+    def __init__(self, block: Any, chosen: Tensor, moved: int) -> None:
         super().__init__()
-        self.gate, self.experts, self.k = block.gate, block.experts, k
+        self.gate, self.experts, self.k, self.moved = block.gate, block.experts, chosen.shape[1], moved
+        preferred = torch.zeros(chosen.shape[0], self.gate.weight.shape[0]).scatter(1, chosen, _FAR)
+        self.register_buffer("preferred", preferred)
+        self.register_buffer("first", torch.zeros((), dtype=torch.int64))
+        self.preferred: Tensor
+        self.first: Tensor
 
     def forward(self, hidden: Tensor) -> Tensor:
         scores = functional.linear(hidden, self.gate.weight).float()
-        count = scores.shape[-1]
-        first = torch.arange(hidden.shape[1], device=hidden.device)[:, None] * self.k
-        turn = (torch.arange(count, device=hidden.device)[None] - first) % count < self.k
-        top = torch.softmax(scores + turn * _FAR, dim=-1).topk(self.k, dim=-1)
+        preferred = self.preferred[torch.arange(hidden.shape[1], device=hidden.device)]
+        if self.moved:
+            count = scores.shape[-1]
+            preferred = preferred[:, (torch.arange(count, device=hidden.device) - self.first) % count]
+            self.first.add_(self.moved)
+        top = torch.softmax(scores + preferred, dim=-1).topk(self.k, dim=-1)
         weights = top.values / top.values.sum(dim=-1, keepdim=True)
         rows = hidden.reshape(-1, hidden.shape[-1])
-        made: Tensor = self.experts(rows, top.indices.reshape(-1, self.k), weights.reshape(-1, self.k).to(hidden.dtype))
-        return made.reshape(hidden.shape)
+        mixed: Tensor = self.experts(
+            rows, top.indices.reshape(-1, self.k), weights.reshape(-1, self.k).to(hidden.dtype)
+        )
+        return mixed.reshape(hidden.shape)
+
+
+def choices(routing: str, places: int, experts: int, k: int, ranks: int) -> Tensor:
+    """Returns the experts of each place in a sequence, [places, k]."""
+    if routing == "balanced":
+        return (torch.arange(places * k) % experts).view(places, k)
+    weights, hot = torch.ones(experts), max(experts // 8, 1)
+    heated = {"spread": torch.arange(hot) * (experts // hot), "hot_rank": torch.arange(experts // ranks)}
+    weights[heated.get(routing, torch.arange(hot))] = 8.0
+    return torch.multinomial(weights.expand(places, experts), k, generator=torch.Generator().manual_seed(17))
 
 
 def size_of(options: argparse.Namespace) -> Size:
@@ -99,7 +129,7 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
     if flags - set(FLAGS):
         raise SystemExit(f"{run!r}: choose from {', '.join(FLAGS)}")
     world = int(os.environ.get("WORLD_SIZE", 1))
-    size = size_of(options)
+    size, slots = size_of(options), sum(SLOTS[flag] for flag in flags & SLOTS.keys())
     plan = fxpar.Plan(
         dp=world,
         ep=world,
@@ -107,6 +137,8 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
         experts=fxpar.Experts(
             dispatch=next((how for how in ("dropless", "alltoall") if how in flags), "static"),
             recv_capacity_factor=1.5 if "budget" in flags else None,
+            spare_experts=slots,
+            min_gain=options.min_gain if slots else None,
         ),
         communication=fxpar.Communication(
             collective_transport=next((how for how in ("copy", "nccl") if how in flags), "auto")
@@ -119,9 +151,12 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
         recompute=fxpar.Recompute(next((flag for flag in ("selective", "full") if flag in flags), "none")),
     )
     original: Any = build(size, 0.0)
-    if "balanced" in flags:
+    count, k = size.options["num_local_experts"], size.options["num_experts_per_tok"]
+    routing = next((flag for flag in ROUTINGS if flag in flags), None)
+    if routing is not None:
+        chosen, moved = choices(routing, size.sequence, count, k, world), max(count // 8, 1)
         for layer in original.model.layers:
-            layer.mlp = Balanced(layer.mlp, size.options["num_experts_per_tok"])
+            layer.mlp = Routed(layer.mlp, chosen, moved if routing == "moving" else 0)
     whole = replace(size, batch=size.batch * world)
     ids = torch.randint(0, size.options["vocab_size"], (whole.batch, whole.sequence), generator=torch.Generator())
     start = time.perf_counter()
@@ -146,6 +181,12 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"run": run, "ep": world, "loss": loss, "build_s": built, "first_s": first}
     found |= time_steps(step, device, options.warmup, options.steps)
     found |= where_time_goes(step, device) if device.type == "cuda" else {}
+    loads = model.report().loads
+    for name, by_layer in (
+        ("before", [load.before or load.ranks for load in loads]),
+        ("after", [load.ranks for load in loads]),
+    ):
+        found[name] = max((max(ranks) * world / sum(ranks) for ranks in by_layer), default=1.0)
     seconds, tokens = found["ms"] / 1e3, whole.batch * whole.sequence
     return found | {"tokens_s": tokens / seconds, "tflops": step_flops(size, tokens) / seconds / world / 1e12}
 
@@ -155,13 +196,15 @@ def report(rows: Sequence[Mapping[str, Any]]) -> None:
     table = Table(title="a training step with experts")
     columns = {"ms": "ms", "host_ms": "host ms", "tokens_s": "tokens/s", "tflops": "TFLOP/s a rank"}
     columns |= {"exposed_ms": "exposed ms", "idle_ms": "idle ms", "peak_gib": "peak GiB", "first_s": "first step s"}
-    for title in ("run", "ep", *columns.values(), "loss"):
+    for title in ("run", "ep", *columns.values(), "before", "after", "loss"):
         table.add_column(title, justify="left" if title == "run" else "right")
     for row in rows:
         values = [f"{row[key]:,.1f}" if key in row else "–" for key in columns]
+        values += [f"{row[key]:.2f}" for key in ("before", "after")]
         table.add_row(row["run"], str(row["ep"]), *values, f"{row['loss']:.4f}")
-    Console(width=160).print(table)
+    Console(width=180).print(table)
     print("exposed: communication behind which nothing else ran. idle: nothing ran.")
+    print("before, after: rows of the fullest rank over the mean, without replicas and with them.")
 
 
 def main() -> None:
@@ -173,6 +216,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=0, help="of a layer (64)")
     parser.add_argument("--topk", type=int, default=0, help="experts of a token (8)")
     parser.add_argument("--precision", default="bf16_weights", help="as of fxpar.Plan (bf16_weights)")
+    parser.add_argument("--min-gain", type=float, help="as of fxpar.Experts (by cost)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before the clock runs (5)")
     parser.add_argument("--steps", type=int, default=10, help="steps on the clock (10)")
     parser.add_argument("--tiny", action="store_true", help="a model of a few thousand weights")

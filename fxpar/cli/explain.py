@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 # A cut by the stage after it, or what that receives.
 _CUT, _RECEIVED = re.compile(r"cut[ -]?(\d{1,4})"), re.compile(r"%?\w+_on_\d+")
-_CHUNKS = "token-chunks"
+_CHUNKS, _SLOTS = "token-chunks", "spare-experts"
+_SKEW = 8.0
 _PRICES = ("chunks", "products", "exposed without", "exposed with", "more", "saved")
 # Seconds below which a difference comes from the order in which ties are broken.
 _TIE = 1e-6
@@ -44,28 +46,48 @@ def explain(
     request: Request,
     name: Annotated[
         str,
-        typer.Argument(metavar="NODE|FQN", help="a node, parameter or module of the program, a cut, or token-chunks"),
+        typer.Argument(
+            metavar="NODE|FQN",
+            help=f"a node, parameter or module of the program, a cut, {_CHUNKS}, or {_SLOTS}",
+        ),
     ],
+    skew: Annotated[
+        float | None, typer.Option(help=f"of {_SLOTS}: how many times the load of others an eighth has ({_SKEW:.0f})")
+    ] = None,
+    loads: Annotated[Path | None, typer.Option(help=f"of {_SLOTS}: a report as JSON, with loads")] = None,
 ) -> CommandResult:
     """Says why a value is laid out as it is, in milliseconds of a training step, and what else it could be.
 
     Of a pipeline `cut 2`, or a value that stage 2 receives, says why that stage begins where it does. `token-chunks`
-    says what chunks of tokens save and cost in a training step.
+    says what chunks of tokens save and cost in a training step, and likewise spare slots at some load.
     """
-    from fxpar.cli.files import open_start, run_passes
-    from fxpar.passes import DEFAULT_PASSES
-    from fxpar.sharding.choose import place
-    from fxpar.sharding.layout_explanation import explain as explained
-    from fxpar.sharding.layout_explanation import followed
+    from fxpar.cli.files import open_start
 
     start = open_start(ui, request)
     program = start.program
+    if name == _SLOTS:
+        return _explain_slots(ui, start, skew, loads)
+    if skew is not None or loads is not None:
+        flag = "--loads" if skew is None else "--skew"
+        raise InputError(f"is of {_SLOTS} alone", where=flag, remedy=f"leave it out, or name {_SLOTS}")
     if name == _CHUNKS:
         return _explain_chunks(ui, start)
     if is_pipeline(program) and (_CUT.fullmatch(name) or _RECEIVED.fullmatch(name)):
         cut = _explain_cut(ui, start, name)
         if cut is not None:
             return cut
+    return _explain_layouts(ui, start, name)
+
+
+def _explain_layouts(ui: Ui, start: Start, name: str) -> CommandResult:
+    """Returns why values are laid out as they are."""
+    from fxpar.cli.files import run_passes
+    from fxpar.passes import DEFAULT_PASSES
+    from fxpar.sharding.choose import place
+    from fxpar.sharding.layout_explanation import explain as explained
+    from fxpar.sharding.layout_explanation import followed
+
+    program = start.program
     if Property.LAYOUTS in program.properties:
         raise InputError(
             "its layouts are chosen already", where=start.name, remedy="name the model, or the text before annotate"
@@ -159,6 +181,39 @@ def _explain_chunks(ui: Ui, start: Start) -> CommandResult:
             _show_chunks(stdout, start.name if stage is None else f"{start.name}, stage {stage}", prices)
             where = " and ".join(phase or "forward" for phase in phases)
             stdout.print(f"cheapest: {count} chunks in the {where}" if phases else "cheapest: 1, no chunks pay")
+
+    return CommandResult(document, show)
+
+
+def _explain_slots(ui: Ui, start: Start, skew: float | None, loads: Path | None) -> CommandResult:
+    """Returns what spare slots save and cost at a load."""
+    from fxpar.cli.files import run_passes
+    from fxpar.experts.compiler.slot_prices import cheapest, slot_prices
+    from fxpar.passes import DEFAULT_PASSES
+
+    if skew is not None and loads is not None:
+        raise InputError("both say what the load is", where="--skew and --loads", remedy="give one of them")
+    if skew is not None and not 0 < skew < float("inf"):
+        raise InputError(f"must be a number above 0, got {skew}", where="--skew", remedy=f"give {_SKEW:.0f}, say")
+    if not start.program.mesh.holders:
+        raise InputError("no --ep of at least 2", where=start.name, remedy="give --ep 2, say")
+    program, _ = run_passes(ui, start, DEFAULT_PASSES, until="divide_sequence")
+    prices = slot_prices(program, (_SKEW if skew is None else skew) if loads is None else loads)
+    best = cheapest(prices)
+    document = {
+        "cheapest": best.slots,
+        "prices": [{**dataclasses.asdict(p), "saved": prices[0].seconds - p.seconds} for p in prices],
+    }
+
+    def show(stdout: Console) -> None:
+        rows = table("slots", "fullest rank", "replicas", "products", "sending", "memory of a layer", "saved")
+        for price in prices:
+            times = map(time_text, (price.computing, price.sending))
+            saved = time_text(prices[0].seconds - price.seconds)
+            texts = (f"{price.fullest:.2f}", str(price.replicas), *times, amount(price.bytes), saved)
+            rows.add_row(str(price.slots), *texts)
+        print_table(stdout, f"spare slots for replicas: {start.name}, a microbatch", rows)
+        stdout.print(f"cheapest: {best.slots or 'no'} slots of each rank")
 
     return CommandResult(document, show)
 

@@ -280,15 +280,19 @@ class ExpertLoad:
     """Rows that one layer's experts received in the last step, over all its microbatches.
 
     Attributes:
-        experts: of each expert, without the rows of its replicas.
+        experts: of each expert, wherever they are computed.
         ranks: of each rank, in the order of the mesh: ranks that split the same experts have the same rows.
         dropped: how many more went beyond the capacity of experts; None where that has no limit.
+        before: what `ranks` would be without replicas; None where the plan has no spare slots.
+        replicas: how many slots had an expert, counted in each microbatch; 0 where the plan has none.
     """
 
     module: Annotated[str, FigureColumn("layer", right=False)]
     experts: Annotated[tuple[int, ...], FigureColumn("of each expert", _spaced, right=False)]
     ranks: Annotated[tuple[int, ...], FigureColumn("of each rank", _spaced, right=False)]
     dropped: int | None
+    before: tuple[int, ...] | None = None
+    replicas: int = 0
 
     @property
     def imbalance(self) -> tuple[float, float]:
@@ -563,6 +567,8 @@ def _loads(report: Report) -> list[Section]:
     notes = ["Rows that experts received in the last step. The last two columns: the most over the mean."]
     dropped = [f"{load.module} {load.dropped}" for load in report.loads if load.dropped is not None]
     notes += [f"Dropped beyond capacity_factor: {', '.join(dropped)}."] if dropped else []
+    even = [f"{load.module} {_imbalance(load.before):.2f} ({load.replicas})" for load in report.loads if load.before]
+    notes += [f"Ranks without replicas of experts (and how many there were): {', '.join(even)}."] if even else []
     return [listing("load of experts", shown, report.loads, notes)]
 
 

@@ -148,9 +148,11 @@ def written(program: Program) -> dict[str, str]:
     return {fqn: nodes[fqn] for fqn in map(buffer_of, filter(is_buffer, program.outputs))}
 
 
-# How many rows experts receive, for how many a buffer has no place, and how many are dropped: outputs of a program.
+# How many rows experts receive, for how many a buffer has no place, how many are dropped, and how many there would be
+# without replicas: outputs of a program.
 
 _LOAD = "fxpar.load."
+_ROUTED = "fxpar.routed."
 _EXCESS = "fxpar.excess."
 _DROPPED = "fxpar.dropped."
 
@@ -186,14 +188,24 @@ def is_dropped(output: str) -> bool:
     return output.startswith(_DROPPED)
 
 
+def routed_name(load: str) -> str:
+    """Returns the output that says what that load would be without replicas."""
+    return f"{_ROUTED}{module_of_load(load)}"
+
+
+def is_routed(output: str) -> bool:
+    """Returns whether an output of that name says that."""
+    return output.startswith(_ROUTED)
+
+
 def is_counted(output: str) -> bool:
     """Returns whether an output is one of these, and none of the model's."""
-    return is_load(output) or is_excess(output) or is_dropped(output)
+    return is_load(output) or is_excess(output) or is_dropped(output) or is_routed(output)
 
 
 def module_of_load(output: str) -> str:
-    """Returns the module whose load, rows without a place, or dropped ones, an output is."""
-    return output.removeprefix(_LOAD).removeprefix(_EXCESS).removeprefix(_DROPPED)
+    """Returns the module whose load, rows without a place, dropped ones, or rows before replicas, an output is."""
+    return output.removeprefix(_LOAD).removeprefix(_EXCESS).removeprefix(_DROPPED).removeprefix(_ROUTED)
 
 
 # Mixed precision: a program in half precision on copies of float32 parameters.

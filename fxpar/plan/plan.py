@@ -316,6 +316,10 @@ class Plan:
         changes["operators"] = dataclasses.replace(self.operators, batchwise_ops=())
         return dataclasses.replace(self, **changes)
 
+    def with_slots_of(self, decided: Plan) -> Plan:
+        """Returns the plan with the spare slots of a compiled program's, which may have been left to loads."""
+        return dataclasses.replace(self, experts=decided.experts)
+
     @property
     def world_size(self) -> int:
         """Returns ranks the plan needs."""

@@ -211,7 +211,12 @@ class Experts(OptionGroup):
         spare_experts: spare slots of each rank of `ep`, for replicas of experts that other ranks hold. Experts of the
             fullest ranks have replicas on ranks with fewer rows, in each microbatch others, so that no rank has more
             rows than with an even load, as far as slots suffice. Values stay what they are. Replicas are no parameters:
-            their gradients are added to those of the experts.
+            their gradients are added to those of the experts. `auto`: the number, up to 4, that takes least time at the
+            loads of `expert_loads`, by the plan's `cost`; a compiled program and a save have the number.
+        min_gain: with `spare_experts`, the share of an even load by which a rank has to exceed it, so that its experts
+            have replicas; 0 replicates whatever exceeds it. None: the share whose rows take as long to compute as the
+            weights of one expert to travel, by the plan's `cost` and the example's sizes.
+        expert_loads: with `spare_experts="auto"`, a file with `json.dumps(model.report().to_dict())` of a step.
         expert_modules: globs on the names of modules of experts (`*.mlp.experts`) whose forward is
             `(hidden_states [T, h], top_k_index [T, K], top_k_weights [T, K]) -> [T, h]`, with a loop over experts that
             depends on the routing, and so cannot be traced. They are computed as experts on rows instead, from weights
@@ -228,7 +233,9 @@ class Experts(OptionGroup):
     capacity_factor: int | float | None = None
     drop_policy: str = "probs"
     pad_to_capacity: bool = False
-    spare_experts: int = 0
+    spare_experts: int | str = 0
+    min_gain: int | float | None = None
+    expert_loads: str = ""
     expert_modules: tuple[str, ...] = ()
 
     def problems(self) -> Iterator[str]:
@@ -239,8 +246,17 @@ class Experts(OptionGroup):
         if factor is not None and (type(factor) not in (int, float) or not 1 <= factor < 2**16):
             yield f"experts.recv_capacity_factor must be a number of at least 1, got {shown(factor)}"
         yield from wrong_switch("experts.pad_to_capacity", self.pad_to_capacity)
-        if type(self.spare_experts) is not int or not 0 <= self.spare_experts < 2**16:
-            yield f"experts.spare_experts must be a whole number of at least 0, got {shown(self.spare_experts)}"
+        slots = self.spare_experts
+        if slots != "auto" and (type(slots) is not int or not 0 <= slots < 2**16):
+            yield f"experts.spare_experts must be auto or a whole number of at least 0, got {shown(slots)}"
+        if type(self.expert_loads) is not str:
+            yield f"experts.expert_loads must be the name of a file, got {shown(self.expert_loads)}"
+        elif bool(self.expert_loads) != (slots == "auto"):
+            yield "experts.expert_loads and spare_experts='auto' need each other: give both, or none"
+        if self.min_gain is not None and (type(self.min_gain) not in (int, float) or not 0 <= self.min_gain < 2**16):
+            yield f"experts.min_gain must be a share of an even load, of at least 0, got {shown(self.min_gain)}"
+        elif self.min_gain is not None and self.spare_experts == 0:
+            yield "experts.min_gain is of spare_experts: give some, or leave min_gain out"
         if self.capacity_factor is None:
             depends = {"drop_policy": self.drop_policy != "probs", "pad_to_capacity": self.pad_to_capacity is True}
             for name in (name for name, is_set in depends.items() if is_set):
@@ -249,6 +265,12 @@ class Experts(OptionGroup):
             yield f"experts.capacity_factor must be a number above 0, got {shown(self.capacity_factor)}"
         else:
             yield from self._wrong_places()
+
+    @property
+    def slots(self) -> int:
+        """Returns the spare slots of a rank, once these are a number."""
+        assert isinstance(self.spare_experts, int)
+        return self.spare_experts
 
     def _wrong_places(self) -> Iterator[str]:
         """Yields what contradicts a capacity."""

@@ -6,7 +6,7 @@ collective a step; nothing waits for them before they are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fxpar.cost.figures import ExpertLoad
-from fxpar.ir.step import is_dropped, is_excess, is_load, module_of_load
+from fxpar.ir.step import dropped_name, is_dropped, is_excess, is_load, is_routed, module_of_load, routed_name
 from fxpar.mesh.axes import Cuts, coordinates
 from fxpar.ops.process_group import arrived, max_over, start_gather
 from fxpar.plan.plan import Plan
@@ -27,47 +27,72 @@ class Loads:
     """The load of one step.
 
     Attributes:
-        names: of the outputs that say it.
-        local_experts: experts and spare slots of a rank in each of these layers.
-        dropped: of the outputs that say how many rows were dropped.
-        counts: i64 [ranks, experts of a rank in all these layers, and after them what each rank dropped in each].
+        sizes: of the outputs that say it, by name, how many numbers a rank has.
+        counts: i64 [ranks, those of all outputs, and of each layer how many of a rank's spare slots had an expert].
     """
 
-    names: tuple[str, ...]
-    local_experts: tuple[int, ...]
-    dropped: tuple[str, ...]
+    sizes: Mapping[str, int]
     counts: Tensor
 
     def read(self, plan: Plan) -> tuple[ExpertLoad, ...]:
         """Returns the numbers; waits for the device."""
-        *parts, lost = self.counts.cpu().split([*self.local_experts, len(self.dropped)], dim=1)
-        names = [module_of_load(name) for name in self.names]
-        layers = [part.tolist() for part in parts]
-        dropped = dict(zip(map(module_of_load, self.dropped), lost.sum(0).tolist(), strict=True))
-        return tuple(
-            ExpertLoad(name, _by_expert(by_rank, plan), tuple(map(sum, by_rank)), dropped.get(name))
-            for name, by_rank in zip(names, layers, strict=True)
-        )
+        layers = list(filter(is_load, self.sizes))
+        sizes = list(self.sizes.values())
+        *parts, slots = self.counts.cpu().split([*sizes, self.counts.shape[1] - sum(sizes)], dim=1)
+        rows = {name: part.tolist() for name, part in zip(self.sizes, parts, strict=True)}
+        filled = slots[_once(plan, {*plan.mesh.holders, *plan.axes_for(Cuts.BATCH)})].sum(0).tolist()
+        loads = []
+        for layer, replicas in zip(layers, filled or [0] * len(layers), strict=True):
+            routed, dropped = rows.get(routed_name(layer)), rows.get(dropped_name(layer))
+            lost = None if dropped is None else sum(map(sum, dropped))
+            ranks, before = tuple(map(sum, rows[layer])), None
+            if routed is None:
+                experts = _by_expert(rows[layer], plan)
+            else:
+                experts, before = _before(routed, plan)
+            loads.append(ExpertLoad(module_of_load(layer), experts, ranks, lost, before, replicas))
+        return tuple(loads)
+
+
+def _once(plan: Plan, axes: Collection[str]) -> list[int]:
+    """Returns the ranks that differ on some axes alone: others have the same rows."""
+    places = [coordinates(plan.axes, rank) for rank in range(prod(plan.axes.values()))]
+    return [rank for rank, place in enumerate(places) if not any(place[axis] for axis in place if axis not in axes)]
+
+
+def _block(plan: Plan, rank: int) -> int:
+    """Returns which of the holders of different experts a rank is."""
+    place, block = coordinates(plan.axes, rank), 0
+    for axis, size in plan.mesh.holders.items():
+        block = block * size + place[axis]
+    return block
 
 
 def _by_expert(by_rank: Sequence[Sequence[int]], plan: Plan) -> tuple[int, ...]:
-    """Returns rows of each expert of a layer where it is at home.
+    """Returns rows of each expert of a layer.
 
     Args:
-        by_rank: of each rank in nesting order of the plan's axes, the rows of each of its experts and spare slots.
+        by_rank: of each rank in nesting order of the plan's axes, the rows of each of its experts.
     """
-    per_rank, axes, holders = len(by_rank[0]) - plan.experts.spare_experts, plan.axes, plan.mesh.holders
+    per_rank, holders = len(by_rank[0]), plan.mesh.holders
     experts = [0] * (per_rank * prod(holders.values()))
-    for rank, rows in enumerate(by_rank):
-        place = coordinates(axes, rank)
-        if any(place[axis] for axis in axes if axis not in holders and axis not in plan.axes_for(Cuts.BATCH)):
-            continue  # the same rows as on the first of the ranks that split an expert
-        block = 0
-        for axis, size in holders.items():
-            block = block * size + place[axis]
-        for index, count in enumerate(rows[:per_rank]):
-            experts[block * per_rank + index] += count
+    for rank in _once(plan, {*holders, *plan.axes_for(Cuts.BATCH)}):
+        for index, count in enumerate(by_rank[rank], _block(plan, rank) * per_rank):
+            experts[index] += count
     return tuple(experts)
+
+
+def _before(routed: Sequence[Sequence[int]], plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns rows of each expert of a layer, and what ranks would have without replicas.
+
+    Args:
+        routed: of each rank in nesting order of the plan's axes, rows for each expert of the ranks that plan with it.
+    """
+    per_rank = len(routed[0]) // prod(plan.mesh.holders.values())
+    apart = _once(plan, plan.axes_for(Cuts.BATCH).keys() - plan.mesh.holders.keys())
+    firsts = [_block(plan, rank) * per_rank for rank in range(len(routed))]
+    before = tuple(sum(rows[first : first + per_rank]) for rows, first in zip(routed, firsts, strict=True))
+    return tuple(map(sum, zip(*(routed[rank] for rank in apart), strict=True))), before
 
 
 def gathered(parts: Sequence[Mapping[str, Tensor]], world: World, plan: Plan) -> Loads | None:
@@ -76,13 +101,17 @@ def gathered(parts: Sequence[Mapping[str, Tensor]], world: World, plan: Plan) ->
     Args:
         parts: of each microbatch what it says of rows, by name of the output.
     """
-    names, dropped = (tuple(filter(which, parts[0])) if parts else () for which in (is_load, is_dropped))
+    names = [name for which in (is_load, is_dropped, is_routed) for name in (parts[0] if parts else ()) if which(name)]
     if not names:
         return None
-    summed = [torch.stack([part[name].flatten() for part in parts]).sum(0) for name in (*names, *dropped)]
+    by_part = {name: torch.stack([part[name].flatten() for part in parts]) for name in names}
+    slots, layers = plan.experts.slots, list(filter(is_load, names))
+    # An empty slot has no rows.
+    filled = [(by_part[layer][:, -slots:] > 0).sum().view(1) for layer in layers] if slots else []
     group = world.groups["-".join(plan.axes)]
-    counts = arrived(start_gather(torch.cat(summed), group.name, group.size))
-    return Loads(names, tuple(len(load) for load in summed[: len(names)]), dropped, counts)
+    counts = torch.cat([*(by_part[name].sum(0) for name in names), *filled])
+    sizes = {name: by_part[name].shape[1] for name in names}
+    return Loads(sizes, arrived(start_gather(counts, group.name, group.size)))
 
 
 # Steps whose experts received more rows than their buffers have places for are run again.

@@ -58,6 +58,7 @@ class RankModule(LocalModel):
         self._programs = Programs(model, plan, world, loss, passes, self._graphs, self._peer_memory)
         facts = {"option check_inputs": str(check_inputs), **fingerprints(model)}
         self._programs.start(model, calls.canonical(example), facts)
+        plan = self.plan = plan.with_slots_of(self.program.plan)
         settings = self._adopt(model, local_weights)
         self._runner = Runner(self, random, is_graphed=self._graphs.is_on)
         inputs = Inputs(world) if check_inputs and world.size > 1 else None

@@ -91,6 +91,8 @@ class Programs:
         everything = {**self.facts(example), **facts, "the program": _digest(first)}
         remedy = "build the model alike on every rank: seed it, or load one checkpoint"
         self._world.agreement.agree(everything, remedy)
+        # What the first program has left to loads decided is for all others too.
+        self._plan = self._plan.with_slots_of(first.program.plan)
         self.layouts = _parameter_layouts(first.program)
         self.aliases = {other: p.fqn for p in first.program.parameters for other in p.tied}
         self._known[self._key(example, with_loss)] = [first]

@@ -1,5 +1,8 @@
 """explain: what was chosen, why, and what anything else would cost."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from tests.cli.tool import TINY, fxpar
@@ -88,3 +91,77 @@ def test_chunks_of_tokens_are_explained_by_what_they_save_and_cost() -> None:
 def test_chunks_of_each_stage() -> None:
     found = fxpar("explain", TINY, "token-chunks", "--tp", "2", "--pp", "2", "--json").document
     assert [stage["stage"] for stage in found] == [0, 1]
+
+
+MIXTRAL = (
+    "explain",
+    "hf:mixtral,num_hidden_layers=2,num_local_experts=4",
+    "spare-experts",
+    "--dp",
+    "2",
+    "--ep",
+    "2",
+    "--etp",
+    "1",
+)
+# Links that cost nothing: what slots save is what they take off the fullest rank.
+FREE = ("--cost", "bandwidth=1e30", "--cost", "latency=1e-30", "--cost", "flops=1e6")
+
+
+def _report(path: Path, *layers: list[int]) -> tuple[str, str]:
+    path.write_text(json.dumps({"loads": [{"experts": layer} for layer in layers]}), encoding="utf-8")
+    return "--loads", str(path)
+
+
+def test_spare_slots_are_explained_by_what_they_save_and_cost(tmp_path: Path) -> None:
+    """Of four experts on two ranks the first has eight elevenths of the rows, or two are fuller in one layer each."""
+    found = fxpar(*MIXTRAL, *FREE, "--json").document
+    assert found["cheapest"] == 1
+    assert [price["slots"] for price in found["prices"]] == [0, 1, 2]
+    none, one, two = found["prices"]
+    assert none["fullest"] == pytest.approx(2 * 9 / 11, abs=0.02)
+    assert (one["fullest"], one["replicas"]) == (pytest.approx(1, abs=0.02), 2)
+    assert one["computing"] == two["computing"] == pytest.approx(none["computing"] * 11 / 18, rel=0.02)
+    assert one["saved"] == pytest.approx(none["computing"] - one["computing"])
+    assert two["bytes"] == 2 * one["bytes"] > 0
+    loads = _report(tmp_path / "report.json", [5, 5, 0, 0], [2, 2, 2, 2])
+    for free, cheapest in ((FREE, 1), ((), 0)):
+        found = fxpar(*MIXTRAL, *free, *loads, "--json").document
+        assert found["cheapest"] == cheapest
+        none, one, _ = found["prices"]
+        assert none["fullest"] == 2
+        if free:
+            assert none["computing"] == pytest.approx(1.5 * one["computing"])
+        else:
+            assert one["sending"] > none["computing"] >= one["computing"]
+    text = fxpar(*MIXTRAL).out
+    assert "fullest rank" in text
+    assert text.rstrip().endswith("cheapest: no slots of each rank")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--loads", "missing.json"), "No such file"),
+        (("--loads", "empty.json"), "has no loads of experts"),
+        (("--loads", "other.json"), "has loads of layers of [4, 3] experts, and the model has [4, 4]"),
+        (("--loads", "other.json", "--skew", "2"), "both say what the load is"),
+        (("--skew", "0"), "must be a number above 0, got 0"),
+        (("--dp", "1", "--ep", "1"), "no --ep of at least 2"),
+    ],
+)
+def test_loads_that_say_nothing_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _report(tmp_path / "other.json", [1, 1, 1, 1], [1, 1, 1])
+    (tmp_path / "empty.json").write_text("{}", encoding="utf-8")
+    result = fxpar(*MIXTRAL, *words)
+    assert result.status == 2
+    assert message in " ".join(result.err.split())
+
+
+def test_a_load_is_of_spare_slots_alone() -> None:
+    result = fxpar("explain", TINY, MODULE, "--tp", "2", "--skew", "2")
+    assert result.status == 2
+    assert "is of spare-experts alone" in result.err

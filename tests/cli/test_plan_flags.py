@@ -77,6 +77,8 @@ PLANS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "drop_policy": one("drop_policy", words("probs", "position"), capacity_factor=1.25),
     "pad_to_capacity": one("pad_to_capacity", st.booleans(), capacity_factor=1.25),
     "spare_experts": one("spare_experts", sizes, **experts),
+    "expert_loads": one("expert_loads", st.just("a.json"), **experts, spare_experts="auto"),
+    "min_gain": one("min_gain", parts, **experts, spare_experts=1),
     "size_programs": one("size_programs", sizes),
     "cuda_graphs": one("cuda_graphs", st.builds(CudaGraphs, st.just("partial"), st.just(("attn", "mlp")), sizes)),
     "cost": one("cost", st.builds(Cost, parts, hidden=st.just(0.25), axes=st.just({"dp": {"latency": 2e-5}}))),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,8 @@ from fxpar.capture.capture import capture
 from fxpar.compile import compile_program
 from fxpar.cost.capturable import capture_regions
 from fxpar.cost.communication import collectives
-from fxpar.errors import CheckFailed, FxparError, PlanError
+from fxpar.errors import CheckFailed, FxparError, InputError, PlanError
+from fxpar.experts.operators.replicas import simulate_replicas
 from fxpar.experts.operators.replicated_weights import add_replicas, replicate_experts
 from fxpar.ir.program import Program
 from fxpar.ir.step import is_forward
@@ -20,6 +24,7 @@ from fxpar.manager import PassManager
 from fxpar.passes import STEP_PASSES
 from fxpar.passes.differentiate import differentiate
 from fxpar.passes.mark_regions import mark_regions
+from fxpar.plan.cost import Cost
 from fxpar.plan.plan import Plan
 from fxpar.plan.plan_options import Experts
 from fxpar.text.parsing import parse_program
@@ -27,15 +32,16 @@ from fxpar.text.printing import print_program
 from fxpar.verification import expect, verify
 from tests.models.test_experts import model
 from tests.passes import limited
-from tests.passes.experts import check_text, compared, dispatched, expert_plan
+from tests.passes.experts import Routed, check_text, compared, dispatched, expert_plan, rolled
 from tests.products import few
 
 Mesh = tuple[int, int, int, int]
 
 
 def spare(**options: Any) -> Experts:
-    """The options, with a slot on each rank."""
-    return Experts(**{"spare_experts": 1, **options})
+    """The options, with a slot on each rank, and whatever exceeds an even load replicated."""
+    slots = options.get("spare_experts", 1)
+    return Experts(**{"spare_experts": slots, "min_gain": 0 if slots else None, **options})
 
 
 def program_of(mesh: Mesh, routing: str = "learned", load: bool = False, **options: Any) -> Program:
@@ -90,7 +96,7 @@ def _routed(spec: str, routing: str) -> Any:
     """A model whose routers are set: they have no bias, and a token's score may be of any sign."""
     built = model(spec)
     for name, weight in built.model.named_parameters():
-        if not name.endswith("gate.weight") or routing == "balanced":
+        if not name.endswith(("gate.weight", "router.weight")) or routing == "balanced":
             continue
         with torch.no_grad():
             if routing == "hot":  # one of both wins, whatever the token is
@@ -102,7 +108,14 @@ def _routed(spec: str, routing: str) -> Any:
     return built
 
 
-MODELS = ("mixtral,num_hidden_layers=1", "qwen3_moe,num_hidden_layers=1,moe_intermediate_size=40")
+MODELS = (
+    "mixtral,num_hidden_layers=1",
+    "qwen3_moe,num_hidden_layers=1,moe_intermediate_size=40",
+    # The first layer has no experts.
+    "deepseek_v3,num_hidden_layers=2,first_k_dense_replace=1,moe_intermediate_size=40,n_routed_experts=8,n_group=4,"
+    "topk_group=2",
+    "gpt_oss,num_hidden_layers=1",
+)
 MODEL_CASES = [
     (spec, mesh, routing)
     for spec in MODELS
@@ -165,6 +178,14 @@ def test_the_backward_has_weights_sent_again() -> None:
             assert not any(is_forward(user) for user in node.users)
         elif node.target is replicate_experts:
             assert all(is_forward(user) for user in node.users)
+
+
+def test_weights_are_sent_before_rows_travel() -> None:
+    """So that they travel meanwhile, and graphs in front of rows alone hold them."""
+    names = [node.name for node in program_of((2, 1, 1, 2), "one", dispatch="dropless").graph.nodes]
+    sent = [place for place, name in enumerate(names) if name.startswith("replicate_experts")]
+    assert len(sent) == 4
+    assert max(sent) < names.index("send_rows")
 
 
 @pytest.mark.parametrize("dispatch", ["allgather", "alltoall"])
@@ -245,6 +266,84 @@ def test_gradients_of_slots_are_added_to_their_experts() -> None:
     expected[0] += of_slots[1, 0]
     expected[2] += of_slots[1, 1]
     assert torch.equal(sums, expected)
+
+
+# An expert has 320 elements of 8 bytes, three times on their way: 7,680 seconds a byte a second. A pair takes 6 · 320
+# multiply-adds, times two, and where rows travel alone 4 · 64 bytes of them. An even load is of 40 pairs, or 20.
+UNIT = Cost(bandwidth=1.0, flops=3.0)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cost", "options", "gain"),
+    [
+        ((2, 1, 1, 2), UNIT, {}, 0.3),
+        ((2, 1, 1, 2), UNIT, {"dispatch": "dropless"}, 0.214286),
+        ((2, 1, 1, 2), replace(UNIT, axes={"dp": {"bandwidth": 2.0}}), {}, 0.15),
+        ((2, 1, 1, 4), UNIT, {}, 0.6),
+        ((2, 1, 1, 2), Cost(), {}, 2.0),
+        ((2, 1, 1, 2), Cost(), {"min_gain": 0.125}, 0.125),
+    ],
+)
+def test_what_does_not_pay_stays(mesh: Mesh, cost: Cost, options: dict[str, Any], gain: float) -> None:
+    """The last but one is more than a rank can have beyond an even load."""
+    plan = expert_plan(*mesh).replace(experts=spare(**{"min_gain": None, **options}), cost=cost)
+    (written,) = re.findall(r"plan_replicas\.default\(%\w+, 1, (\S+)\)", print_program(dispatched(plan)))
+    assert float(written) == gain
+
+
+def test_a_balanced_load_of_many_rows_sends_nothing() -> None:
+    """Of 64 experts in bfloat16, 8 a token; and of 20 pairs one goes to the first expert."""
+    plan = Plan(dp=2, ep=2, experts=spare(min_gain=None))
+    words = {name: value.repeat(2, 205)[:, :1024] for name, value in rolled().items()}
+    program = capture(Routed(experts=64, choices=8).bfloat16(), words, plan).program
+    (gain,) = re.findall(r"plan_replicas\.default\(%\w+, 1, (\S+)\)", print_program(compile_program(program)))
+    assert float(gain) == pytest.approx(1875 / 65536, abs=1e-6)
+    even = torch.randint(0, 64, (2, 65536), generator=torch.Generator().manual_seed(1))
+    hot = torch.where(torch.arange(65536) % 20 == 0, 0, even)
+    slots = []
+    for choices, least in ((even, 0.0), (even, float(gain)), (hot, float(gain))):
+        counts = torch.stack([torch.bincount(own, minlength=64) for own in choices])
+        slots.append(simulate_replicas(counts, 1, least, 1).slots)
+    assert slots == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("loads", "cost", "slots"),
+    [
+        ([20, 20, 0, 0], Cost(bandwidth=1e30, latency=1e-30, flops=1.0), 1),
+        ([20, 20, 0, 0], Cost(), 0),
+        ([10, 10, 10, 10], Cost(bandwidth=1e30, latency=1e-30, flops=1.0), 0),
+    ],
+)
+def test_a_number_of_slots_is_left_to_loads(tmp_path: Path, loads: list[int], cost: Cost, slots: int) -> None:
+    """Half of the rows of one rank go where there are none; links are free, or dearer than all products."""
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps({"loads": [{"experts": loads}]}))
+    plan = expert_plan(2, 1, 1, 2).replace(experts=Experts(spare_experts="auto", expert_loads=str(file)), cost=cost)
+    program = dispatched(plan, "one")
+    assert program.plan == plan.replace(experts=Experts(spare_experts=slots))
+    assert ("fxpar.replicate_experts" in print_program(program)) == bool(slots)
+    assert compared(program, "one").ok
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "No such file"),
+        ("{", "has no loads of experts"),
+        ('{"loads": [{"experts": [0, 0, 0, 0]}]}', "has no loads of experts"),
+        ('{"loads": [{"experts": [1, 2]}]}', r"has loads of layers of \[2\] experts, and the model has \[4\]"),
+        ('{"loads": []}', r"has loads of layers of \[\] experts, and the model has \[4\]"),
+    ],
+)
+def test_loads_of_another_model_are_refused(tmp_path: Path, text: str | None, reason: str) -> None:
+    file = tmp_path / "report.json"
+    if text is not None:
+        file.write_text(text)
+    options = Experts(spare_experts="auto", expert_loads=str(file))
+    with pytest.raises(InputError, match=reason) as refused:
+        dispatched(expert_plan(2, 1, 1, 2).replace(experts=options))
+    assert "model.report().to_dict()" in str(refused.value)
 
 
 def test_ranks_have_no_more_slots_than_experts() -> None:

@@ -253,6 +253,8 @@ def test_how_rows_travel_is_an_option_of_experts_on_several_ranks() -> None:
     spare = Plan.from_yaml("{dp: 2, ep: 2, experts: {spare_experts: 1}}")
     assert spare == Plan(dp=2, ep=2, experts=Experts(spare_experts=1))
     assert spare.on_one_rank() == Plan()
+    all_of_it = Plan.from_yaml("{dp: 2, ep: 2, experts: {spare_experts: 1, min_gain: 0}}")
+    assert Plan.from_yaml(all_of_it.to_yaml()) == all_of_it != spare
 
 
 def test_what_an_expert_takes_is_an_option_of_every_layout() -> None:
@@ -333,8 +335,31 @@ def test_what_an_expert_takes_is_an_option_of_every_layout() -> None:
             {"experts": Experts(spare_experts=1), "dp": 2},
             "spare_experts=1 is of experts on several ranks, and ep=1: give ep of at least 2, or leave it out",
         ),
-        ({"experts": Experts(spare_experts=-1), "dp": 2, "ep": 2}, "must be a whole number of at least 0, got -1"),
-        ({"experts": Experts(spare_experts=True), "dp": 2, "ep": 2}, "must be a whole number of at least 0, got True"),
+        (
+            {"experts": Experts(spare_experts=-1), "dp": 2, "ep": 2},
+            "must be auto or a whole number of at least 0, got -1",
+        ),
+        (
+            {"experts": Experts(spare_experts=1, min_gain=-0.1), "dp": 2, "ep": 2},
+            "min_gain must be a share of an even load, of at least 0, got -0.1",
+        ),
+        (
+            {"experts": Experts(spare_experts=1, min_gain=float("nan")), "dp": 2, "ep": 2},
+            "min_gain must be a share of an even load, of at least 0, got nan",
+        ),
+        (
+            {"experts": Experts(spare_experts="some"), "dp": 2, "ep": 2},
+            "must be auto or a whole number of at least 0, got",
+        ),
+        ({"experts": Experts(spare_experts="auto"), "dp": 2, "ep": 2}, "spare_experts='auto' need each other"),
+        ({"experts": Experts(expert_loads="a.json"), "dp": 2, "ep": 2}, "spare_experts='auto' need each other"),
+        ({"experts": Experts(spare_experts="auto", expert_loads="a.json"), "dp": 2}, "and ep=1: give ep of at least 2"),
+        ({"experts": Experts(expert_loads=1)}, "expert_loads must be the name of a file, got 1"),  # type: ignore[arg-type]
+        ({"experts": Experts(min_gain=0.1)}, "min_gain is of spare_experts: give some, or leave min_gain out"),
+        (
+            {"experts": Experts(spare_experts=True), "dp": 2, "ep": 2},
+            "must be auto or a whole number of at least 0, got True",
+        ),
         (
             {"experts": Experts("allgather"), "dp": 2},
             "dispatch='allgather' is of experts on several ranks, and ep=1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import fxpar
 from fxpar.checkpoint.parallel_module import ParallelModule
 from fxpar.cli.models import build
+from fxpar.plan.cost import Cost
 from tests.passes import experts as words
 from tests.runtime.compiled import Seen, watched
 from tests.runtime.jobs import gradients, refusal
@@ -43,10 +45,10 @@ def module(options: tuple[tuple[str, Any], ...]) -> ParallelModule:
     return fxpar.parallelize(model.double().train(), plan, example)
 
 
-def train(options: dict[str, Any], steps: int = 3) -> Found:
+def train(options: dict[str, Any], steps: int = 3, eps: float = 1e-6) -> Found:
     """Steps of AdamW, clipped; of the first the gradients."""
     model = module(tuple(sorted(options.items())))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=eps)
     own = fxpar.shard_batch(batch(), model)
     found: Found = {"losses": [], "norms": []}
     for step in range(steps):
@@ -85,6 +87,26 @@ def loads(options: dict[str, Any], routing: str, parts: int) -> tuple[list[Any],
     report = model.report()
     assert report.to_dict()["loads"][0]["experts"] == report.loads[0].experts
     return [*found, report.loads], str(report)
+
+
+def with_slots_by_loads(folder: Path) -> tuple[Any, Any, Any]:
+    """Trains a step, and another of a plan whose slots are left to its loads: the plan then, the save's, the load."""
+    torch.manual_seed(0)
+    own, cost = words.batch(5), Cost(bandwidth=1e30, latency=1e-30, flops=1.0)
+    example, file = {key: value[: words.ROWS // 2] for key, value in own.items()}, folder / "report.json"
+    for experts in (fxpar.Experts(), fxpar.Experts(spare_experts="auto", expert_loads=str(file))):
+        plan = fxpar.Plan(dp=2, ep=2, cost=cost, experts=experts)
+        model = fxpar.parallelize(words.Routed("one").double().train(), plan, example)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        model.train_step(fxpar.shard_batch(own, model))
+        report = model.report()
+        if dist.get_rank() == 0:
+            file.write_text(json.dumps(report.to_dict()))
+        dist.barrier()
+    model.save_training(folder / "training", optimizer)
+    (save,) = (folder / "training").rglob("training.json")
+    saved = json.loads(save.read_text())["content"]["plan"]
+    return model.plan.experts, saved["experts"], model.report().loads
 
 
 def most_rows(together: bool) -> int:

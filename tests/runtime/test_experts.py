@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from tests.runtime.expert_jobs import Found
 from tests.runtime.test_training import assert_same
 from tests.runtime.world import World
 
+# Whatever exceeds an even load goes to replicas.
+SPARE = Experts(spare_experts=1, min_gain=0)
 PLANS: list[Any] = [
     {"tp": 2, "ep": 2, "etp": 1},
     pytest.param({"dp": 4, "ep": 2}, marks=pytest.mark.matrix),
@@ -27,12 +30,12 @@ PLANS: list[Any] = [
     pytest.param({"dp": 2, "tp": 2, "ep": 2}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2, "pp": 2}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2, "recompute": Recompute("full")}, marks=pytest.mark.matrix),
-    {"dp": 2, "ep": 2, "experts": Experts(spare_experts=1), "recompute": Recompute("full")},
-    pytest.param({"dp": 2, "ep": 2, "experts": Experts(spare_experts=1)}, marks=pytest.mark.matrix),
-    pytest.param({"dp": 2, "ep": 2, "experts": Experts(spare_experts=1), "compile": True}, marks=pytest.mark.matrix),
-    pytest.param({"dp": 2, "tp": 2, "ep": 2, "experts": Experts(spare_experts=1)}, marks=pytest.mark.matrix),
-    pytest.param({"dp": 2, "ep": 2, "pp": 2, "experts": Experts(spare_experts=1)}, marks=pytest.mark.matrix),
-    pytest.param({"dp": 2, "ep": 2, "experts": Experts("dropless", spare_experts=1)}, marks=pytest.mark.matrix),
+    {"dp": 2, "ep": 2, "experts": SPARE, "recompute": Recompute("full")},
+    pytest.param({"dp": 2, "ep": 2, "experts": SPARE}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "experts": SPARE, "compile": True}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "tp": 2, "ep": 2, "experts": SPARE}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "pp": 2, "experts": SPARE}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "experts": replace(SPARE, dispatch="dropless")}, marks=pytest.mark.matrix),
     {"dp": 2, "ep": 2, "experts": Experts("dropless")},
     pytest.param({"tp": 2, "ep": 2, "etp": 1, "experts": Experts("dropless")}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "tp": 2, "ep": 4, "etp": 1, "experts": Experts("dropless")}, marks=pytest.mark.matrix),
@@ -83,8 +86,22 @@ def test_ranks_train_what_one_process_trains(request: pytest.FixtureRequest, pla
         assert found["held"] < wanted["held"]
 
 
+@pytest.mark.matrix
+def test_replicas_change_no_training(world2: World, tmp_path: Path) -> None:
+    """Twenty steps, and two that go on from a save: those to the bit."""
+    plan = {"dp": 2, "ep": 2, "layers": 2}
+    without = world2.run(expert_jobs.train, plan, 20, 1e-3)
+    spare = {**plan, "experts": SPARE}
+    for found, wanted in zip(world2.run(expert_jobs.train, spare, 20, 1e-3), without, strict=True):
+        assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
+        assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-6)
+        assert_same(found["state"], wanted["state"], 1e-6)
+    saved = world2.run(expert_jobs.saved, spare, tmp_path)
+    assert world2.run(expert_jobs.resumed, spare, tmp_path) == [(losses, True) for losses in saved]
+
+
 MOVES: list[Any] = [
-    pytest.param({"dp": 2, "ep": 2, "experts": Experts(spare_experts=1)}, [{"tp": 2}, {}], marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "experts": SPARE}, [{"tp": 2}, {}], marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2}, [{"tp": 2}, {}], marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "tp": 2, "ep": 4, "etp": 1}, [{"dp": 4, "ep": 2}, {"tp": 2}, {}], marks=pytest.mark.matrix),
 ]
@@ -140,13 +157,33 @@ def test_the_load_of_the_last_step_is_in_the_report(
         assert f"{tokens} {tokens} 0 0" in text
 
 
-def test_replicas_of_hot_experts_take_rows_of_theirs(world2: World) -> None:
-    """One rank has the two experts with 80 rows each, and the other one a replica of the second."""
-    for (_, behind), _ in world2.run(
-        expert_jobs.loads, {"dp": 2, "ep": 2, "experts": Experts(spare_experts=1)}, "one", 2
-    ):
+@pytest.mark.parametrize(
+    ("plan", "before", "ranks", "replicas"),
+    [
+        ({"dp": 2, "ep": 2}, (160, 0), (80, 80), 2),
+        ({"tp": 2, "ep": 2, "etp": 1}, (160, 0), (80, 80), 2),
+        pytest.param({"dp": 4, "ep": 2}, (80, 0, 80, 0), (40,) * 4, 4, marks=pytest.mark.matrix),
+        pytest.param({"dp": 2, "tp": 2, "ep": 2}, (160, 160, 0, 0), (80,) * 4, 2, marks=pytest.mark.matrix),
+    ],
+)
+def test_replicas_of_hot_experts_take_rows_of_theirs(
+    request: pytest.FixtureRequest, plan: dict[str, Any], before: Any, ranks: Any, replicas: int
+) -> None:
+    """The ranks with the two experts of 80 rows share them with others, which have a replica in each microbatch."""
+    world = request.getfixturevalue(f"world{len(ranks)}")
+    for (_, behind), text in world.run(expert_jobs.loads, {**plan, "experts": SPARE}, "one", 2):
         (found,) = behind
-        assert (found.experts, found.ranks) == ((80, 0, 0, 0), (80, 80))
+        assert (found.experts, found.before, found.ranks) == ((80, 80, 0, 0), before, ranks)
+        assert found.replicas == replicas
+        assert f"experts 2.00 ({replicas})" in " ".join(text.split())
+
+
+def test_a_training_takes_its_slots_from_the_report_of_another(world2: World, tmp_path: Path) -> None:
+    """All rows are of the two experts of one rank, and links are free."""
+    for plan, saved, (load,) in world2.run(expert_jobs.with_slots_by_loads, tmp_path):
+        assert plan == Experts(spare_experts=1)
+        assert saved == {"spare_experts": 1}
+        assert (load.before, load.ranks, load.replicas) == ((80, 0), (40, 40), 1)
 
 
 def test_the_report_says_how_many_rows_were_dropped(world2: World) -> None:

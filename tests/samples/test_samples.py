@@ -203,6 +203,21 @@ def test_the_bench_of_experts_runs_on_a_cpu(world2: World) -> None:
 
 
 @pytest.mark.matrix
+def test_the_bench_of_experts_heats_some_of_them(world2: World) -> None:
+    """Of eight experts one is hot, or the four of a rank: all but a few rows above an even load go to replicas."""
+    flags = ("--tiny", "--layers", "1", "--precision", "fp32", "--warmup", "1", "--steps", "1", "--min-gain", "0")
+    runs = ["balanced+spare1", "hot", "hot+spare1", "spread+spare1", "moving", "hot_rank+spare2"]
+    text, _ = world2.run(script, ROOT / "samples" / "bench_moe.py", (*flags, "--runs", *runs))
+    loads = re.findall(r"│ (\S+) .*│ +(\d\.\d\d) │ +(\d\.\d\d) │ +\d+\.\d{4} │", text)
+    assert [name for name, *_ in loads] == runs
+    before, after = ({name: float(load[i]) for name, *load in loads} for i in range(2))
+    assert before["balanced+spare1"] == 1
+    assert before["hot_rank+spare2"] > before["hot"] == after["hot"] == before["hot+spare1"] > 1.2
+    assert before["moving"] not in (1, before["hot"])
+    assert [after[name] for name in runs if "spare" in name] == [1, 1, 1, 1]
+
+
+@pytest.mark.matrix
 def test_the_bench_of_graphs_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--tiny", "--precision", "fp32", "--warmup", "2", "--steps", "1", "--rounds", "1", "--models", "gpt-small")
     words = (*flags, "--variants", "eager", "eager+partial", "eager+full_iteration")

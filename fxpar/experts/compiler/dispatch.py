@@ -22,7 +22,7 @@ from torch import fx
 from fxpar.errors import PassError, PlanError
 from fxpar.experts.compiler.emitter import Emitter
 from fxpar.experts.compiler.expert_capacity import Limit, as_written
-from fxpar.experts.compiler.expert_replicas import Replicas
+from fxpar.experts.compiler.expert_replicas import Replicas, early_weights
 from fxpar.experts.compiler.routed_rows import Routed
 from fxpar.experts.compiler.token_cuts import HolderDims, token_cut
 from fxpar.experts.operators.selective_dispatch import expand_needed, needed_part, sum_needed
@@ -69,9 +69,8 @@ class Dispatch:
         self.emit, axes = Emitter(program.graph, region.sort), program.mesh.holders
         self.dropped = limit.dropped(self.emit) if limit is not None and axes else None
         self.local_experts, self.bound = region.experts_of_each(prod(axes.values())), _bound(program, region, limit)
-        (indices,) = operands(region.sort)
-        tokens, where = tensor_type(indices).shape[0], describe(region.sort)
-        self.cut = token_cut(program, self.emit, tokens, where, shared=self._has_all_tokens())
+        (indices,), where = operands(region.sort), describe(region.sort)
+        self.cut = token_cut(program, self.emit, tensor_type(indices).shape[0], where, shared=self._has_all_tokens())
         self.holders = HolderDims(self.cut, axes)
         self.source_dims, self.holder_dims = self.holders.lead, self.holders.dims
         # Rows by node: as a source has them, and as a holder does.
@@ -79,6 +78,8 @@ class Dispatch:
         self._at_holder: dict[fx.Node, fx.Node] = {}
         self._weights: dict[fx.Node, fx.Node] = {}
         self.preprocess(indices)
+        for node, weights in early_weights(region) if replicas else ():
+            self._expert_operand(node, weights)
 
     def run(self) -> None:
         """Writes each node of the region over what a source has, or over what a holder has."""

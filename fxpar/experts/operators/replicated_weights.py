@@ -183,10 +183,12 @@ def add_replicas(local: Tensor, of_slots: Tensor, places: Tensor) -> Tensor:
         of_slots: [n, slots, elements of an expert].
         places: i64[n, slots], the row of `local`, or l for none.
     """
-    sums = torch.cat((local, local.new_zeros((1, local.shape[-1]))))  # the last row takes what has none
+    sums, experts = local.clone(memory_format=torch.contiguous_format), len(local)
     for place, rows in zip(places, of_slots, strict=True):
-        sums.index_add_(0, place, rows)
-    return sums[:-1].clone()
+        # A choice and no product: zero times infinity would be NaN.
+        summands = torch.where((place < experts).unsqueeze(-1), rows, rows.new_zeros(()))
+        sums.index_add_(0, place.clamp_max(experts - 1), summands)
+    return sums
 
 
 def _lower_replicas(node: fx.Node, rank: OnRank) -> LoweredCall:
