@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cache
 from typing import Any, NoReturn
 
 from torch import fx
@@ -156,6 +157,11 @@ def _listed(value: fx.Node, axes: Mapping[str, int], names: Sequence[str], outpu
     return TensorType(kind.dtype, seen_by(last, kind.shape, axes)[names[0]]), last
 
 
+@cache
+def _signature(stub: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(stub)
+
+
 @dataclass(frozen=True, eq=False)
 class GraphOperator:
     """An operator of fxpar as the target of a node; each is equal to itself alone.
@@ -179,7 +185,7 @@ class GraphOperator:
     @property
     def signature(self) -> inspect.Signature:
         """Returns names and defaults of the arguments; the mesh axis, where it takes one, by name alone."""
-        return inspect.signature(self.stub)
+        return _signature(self.stub)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Makes it callable, since FX takes callables alone for targets.

@@ -160,7 +160,7 @@ class Placement:
 
     def at(self, dim: int) -> Placement:
         """Returns the same cut on another dimension."""
-        return replace(self, dim=dim)
+        return self if dim == self.dim else _at(self, dim)
 
     @property
     def plain(self) -> Placement:
@@ -180,6 +180,11 @@ class Placement:
         if only is not None and only.outer == 1 and only.is_plain:
             return f"S({self.dim})"
         return f"S({self.dim}: {self.cut_text})"
+
+
+@lru_cache(maxsize=65536)
+def _at(placement: Placement, dim: int) -> Placement:
+    return replace(placement, dim=dim)
 
 
 I = Placement("I")  # noqa: E741 - the field's letter

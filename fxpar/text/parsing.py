@@ -29,6 +29,7 @@ from fxpar.ir.program import (
     Program,
     TensorType,
     ValueType,
+    module_of,
     operands,
     output_layouts,
     output_types,
@@ -260,6 +261,13 @@ def parse_program(text: str, *, where: str = "program", operators: Mapping[str, 
         return reader.finish()
 
 
+def _words(node: fx.Node) -> Iterator[str]:
+    """Yields what stands in a node's code as a name: the overload of `aten.random.from` is a word of Python."""
+    yield node.name
+    yield from node.kwargs
+    yield from str(node.target).split(".")
+
+
 @contextmanager
 def _located(where: str) -> Iterator[None]:
     try:
@@ -354,12 +362,10 @@ class _Reader:
         loss = self.header.get("loss", "")
         if loss and loss not in self.outputs:
             fail(f"the loss {loss} is not an output", f"name one of {', '.join(self.outputs)}")
-        try:
-            module = fx.GraphModule(torch.nn.Module(), self.graph)
-        except SyntaxError:  # an operator whose overload is a word of Python (aten.random.from)
+        if any(keyword.iskeyword(word) for node in self.graph.nodes for word in _words(node)):
             fail("torch.fx cannot write this graph as Python code", "use operators whose names are Python names")
         program = Program(
-            module,
+            module_of(self.graph),
             tuple(self.parameters),
             tuple(self.inputs),
             tuple(self.outputs),

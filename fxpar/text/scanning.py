@@ -13,6 +13,7 @@ import json
 import operator
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -307,6 +308,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
+@lru_cache(maxsize=64)
 def parse_plan(text: str) -> Plan:
     """Returns the plan of a header's line.
 

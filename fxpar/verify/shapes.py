@@ -166,6 +166,9 @@ def _slice(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axes: M
 # What an operation on shapes raises where they do not fit; some of torch's shape functions use assertions, and ask
 # attributes of an argument that a text made None.
 _FAILURES = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError)
+# What operators of torch gave on shapes, by `_identity`, in all programs of the process.
+_calls: dict[Any, Any] = {}
+_MOST_CALLS = 65536
 
 
 def check_shapes(program: Program, facts: Facts | None = None) -> None:
@@ -246,7 +249,6 @@ def _run(facts: Facts, sizes: Mapping[str, int], local: bool) -> None:
     # stays itself.
     reading = "shapes", local, whole, tuple(sizes.items())
     types: dict[tuple[TensorType, Layout], Tensor] = facts.known(*reading, "types")
-    calls: dict[Any, Any] = facts.known(*reading, "calls")
     known: dict[Any, Any] = facts.known(*reading)
     for node, number in facts.numbers.items():
         try:
@@ -264,9 +266,11 @@ def _run(facts: Facts, sizes: Mapping[str, int], local: bool) -> None:
             args, kwargs = whole_arguments(node, *arguments, program.axes, expected) if whole else arguments
             check_cost(node, args, kwargs)
             key = _identity(node, args, kwargs)
-            if key is None or key not in calls:
-                calls[key] = _call(node, args, kwargs, expected, program.axes if local else {})
-            values[node] = calls[key]
+            value = _calls.get(key)
+            if value is None:
+                value = _call(node, args, kwargs, expected, program.axes if local else {})
+                _remember(key, value)
+            values[node] = value
         except _FAILURES as error:
             if note(node).type is None:
                 continue
@@ -276,6 +280,13 @@ def _run(facts: Facts, sizes: Mapping[str, int], local: bool) -> None:
         _compare(node, values[node], expected, sizes, "on a rank" if local else "")
         identities[node] = _held(values[node])
         known[question] = values[node], identities[node]
+
+
+def _remember(key: Any, value: Any) -> None:
+    if key is not None:
+        if len(_calls) >= _MOST_CALLS:
+            _calls.clear()
+        _calls[key] = value
 
 
 def _held(value: Any) -> Hashable:
@@ -292,7 +303,8 @@ def _identity(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
     def plain(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.dtype, value.shape, value.stride(), value.storage_offset(), value.device
+            bits = value.is_conj(), value.is_neg()
+            return value.dtype, value.shape, value.stride(), value.storage_offset(), value.device, bits
         if isinstance(value, (list, tuple)):
             return tuple(plain(item) for item in value)
         return type(value), value  # 1, 1.0 and True are equal and give different types

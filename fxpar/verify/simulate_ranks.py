@@ -11,13 +11,19 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, maybe_run_for_local_tensor
+from torch.distributed._local_tensor import (
+    LocalTensor,
+    LocalTensorMode,
+    _combine_rank_results,
+    _map_to_rank_local_val,
+    maybe_run_for_local_tensor,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fxpar.errors import CheckFailed, InputError, PassError, PlanError
@@ -189,6 +195,38 @@ class SimulationResult:
 
     outputs: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
+
+
+class RanksMode(LocalTensorMode):
+    """Runs operators on the tensors of all ranks, one rank after the other.
+
+    For each operator torch's mode saves and restores generators, and makes storages of views one: most of its time. It
+    still does so where an operator draws numbers, changes a tensor or communicates.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: tuple[Any, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if LocalTensor not in types or not _is_plain(func):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        results = {}
+        for rank in self.ranks:
+            local = {name: _of_rank(value, rank) for name, value in (kwargs or {}).items()}
+            results[rank] = func(*_of_rank(args, rank), **local)
+        return _combine_rank_results(results, None)
+
+
+def _of_rank(value: Any, rank: int) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_of_rank(item, rank) for item in value]
+    return _map_to_rank_local_val(value, rank)
+
+
+@cache
+def _is_plain(func: Any) -> bool:
+    """Returns whether an operator of torch computes its result, of one structure on all ranks, from operands alone."""
+    is_computed = func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags
+    return is_computed and not func._schema.is_mutable and func is not torch.ops.aten.split.Tensor
 
 
 @contextlib.contextmanager
@@ -432,7 +470,7 @@ class _Ranks:
         self._groups = self._stack.enter_context(simulated_world(self._axes))
         # What is made under the mode is one tensor a rank already.
         self._cotangents = cotangents(self._program, self._sizes)
-        self._stack.enter_context(LocalTensorMode(self._world))
+        self._stack.enter_context(RanksMode(self._world))
         return self
 
     def __exit__(self, *exception: Any) -> None:

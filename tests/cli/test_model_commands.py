@@ -263,6 +263,6 @@ def test_a_pass_of_the_step_may_be_the_last() -> None:
 
 
 def test_layers_are_a_region_in_the_text() -> None:
-    text = fxpar("run", "hf:gpt2,n_layer=3", "--tp", "2", "--step", "--print").out
+    text = fxpar("run", "hf:gpt2,n_layer=2", "--tp", "2", "--step", "--print").out
     assert text.count("\nregion layer ") == 1
-    assert text.count(" = region.layer(") == 3
+    assert text.count(" = region.layer(") == 2

@@ -18,6 +18,7 @@ from fxpar.pipeline.compiler.builtin_schedules import build_schedule, schedule_o
 from fxpar.pipeline.compiler.schedules import from_arrays, order_array, parse_schedule, print_schedule
 from tests.cudagraphs import engine, stages
 from tests.cudagraphs.graphed import two_layers
+from tests.products import few
 from tests.runtime.world import World
 
 ENGINE = fxpar.CudaGraphs("transformer_engine")
@@ -61,7 +62,7 @@ def capture(counts: Sequence[int], plan: dict[str, Any], **more: Any) -> Capture
     return Captured(compared, engine.SEEN.orders, inputs, size)
 
 
-@pytest.mark.parametrize("plan", [{"pp": 2}, INTERLEAVED], ids=["1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("plan", few([{"pp": 2}, INTERLEAVED], [INTERLEAVED]), ids=["1f1b", "interleaved_1f1b"])
 def test_stages_are_captured_in_the_order_of_their_schedule(world2: World, plan: dict[str, Any]) -> None:
     chunks = plan.get("virtual_stages", 1)
     for rank, captured in enumerate(world2.run(capture, (4, 4, 6, 4, 6), plan)):

@@ -16,6 +16,7 @@ from fxpar.errors import CaptureError
 from fxpar.experts.operators.permute import bin_counts
 from fxpar.plan.plan import Plan
 from fxpar.verification import expect, verify
+from tests.products import product
 
 WORDS, EXPERTS = 16, 4
 
@@ -57,8 +58,7 @@ CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHOICES)
-@pytest.mark.parametrize("plan", [{"tp": 2}, {"dp": 2}])
+@product(name=[*CHOICES], plan=[{"tp": 2}, {"dp": 2}])
 def test_counts_are_the_single_device_s(name: str, plan: dict[str, Any]) -> None:
     torch.manual_seed(0)
     expect(verify(Balanced(CHOICES[name], plainly), ids(), Plan(**plan)))

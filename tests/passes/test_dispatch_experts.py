@@ -32,7 +32,7 @@ from tests.passes.experts import (
     dispatched,
     expert_plan,
 )
-from tests.products import few
+from tests.products import few, product
 
 # (ep, etp, tp, dp), and whether activations are cut over the sequence.
 MESHES = [
@@ -88,19 +88,16 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("routing", ["one", "some", "ties"])
-@pytest.mark.parametrize("way", few(WAYS, [*WAYS][:3]))
+@product(way=[*WAYS], routing=["one", "some", "ties"])
 def test_routing_may_be_extreme(way: str, routing: str) -> None:
     """All tokens to the experts of one rank, or none to one; of whole rows of a batch alike."""
     report = compared(dispatched(WAYS[way], routing), routing)
     assert report.ok, report
 
 
-@pytest.mark.parametrize("length", [1, 2, 7])
-@pytest.mark.parametrize(
-    ("plan", "routing"),
-    [(WAYS["alltoall"], "learned"), (expert_plan(2, 1, 1, 4), "learned"), (WAYS["dropless"], "one")],
-    ids=["alltoall", "allgather", "dropless"],
+@product(
+    plan__routing=[(WAYS["alltoall"], "learned"), (expert_plan(2, 1, 1, 4), "learned"), (WAYS["dropless"], "one")],
+    length=[1, 2, 7],
 )
 def test_other_lengths_than_the_example_s(plan: Plan, routing: str, length: int) -> None:
     """One token in each row too: of the tensor ranks one has none."""

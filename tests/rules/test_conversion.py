@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.distributed._local_tensor import LocalTensor
 
 from fxpar.errors import LayoutError
 from fxpar.ir.operators import axes_of
@@ -29,7 +29,7 @@ from fxpar.plan.cost import Cost
 from fxpar.rules.conversion import coerced, conversions
 from fxpar.testing.trial import fits, holds, holds_gradient, spread, spread_gradient
 from fxpar.text.parsing import parse_program
-from fxpar.verify.simulate_ranks import simulated_world
+from fxpar.verify.simulate_ranks import RanksMode, simulated_world
 
 SHAPE = (12, 12)
 TWO, THREE = {"dp": 2, "tp": 2}, {"dp": 2, "tp": 3}
@@ -102,7 +102,7 @@ class Ranks:
         upstream = spread_gradient(self.g, target, self.axes, self.generator)
         node = parse_program(text).node("y")
         conjugate = CONJUGATE[node.target] if carries else None
-        with LocalTensorMode(len(self.places)):
+        with RanksMode(len(self.places)):
             found, gradient = self._ran(text, self.local(given)), self.local(upstream)
             if found._local_tensors[0].shape != upstream[self.places[0]].shape:
                 return "shapes"

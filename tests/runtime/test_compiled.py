@@ -118,7 +118,7 @@ def test_steps_of_many_lengths_under_other_plans(world2: World, more: dict[str, 
 @pytest.mark.parametrize(
     ("build", "options", "lengths", "steps"),
     [
-        (mixtral, {}, (5, 5, 5, 5), [0, 1, 1, 1]),
+        (mixtral, {}, (5, 5, 5), [0, 1, 1]),
         pytest.param(mixtral, {}, (5, 6, 7, 3, 5), [0, 1, 2, 2, 2], marks=pytest.mark.matrix),
         pytest.param(deepseek_v3, {}, (5, 5, 5), [0, 1, 1], marks=pytest.mark.matrix),
         pytest.param(

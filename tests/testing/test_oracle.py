@@ -40,17 +40,18 @@ def test_rules_of_many_signatures_agree_on_three_ranks(name: str, even: bool) ->
     assert not check_operation(operation.target, operation.samples).false_accepts
 
 
-# Sizes that 2 and 3 divide, where nothing may be missed but what is known, and any sizes.
+# Sizes that 2 and 3 divide, where nothing may be missed but what is known, and any sizes; every time the first sample
+# of each operation, else all.
 DRAWS = [
-    (1, False, (2,)),
-    *(pytest.param(seed, seed == 0, (2, 3), marks=pytest.mark.matrix) for seed in (0, 1, 2, 3)),
+    (1, False, (2,), 1),
+    *(pytest.param(seed, seed == 0, (2, 3), None, marks=pytest.mark.matrix) for seed in (0, 1, 2, 3)),
 ]
 
 
-@pytest.mark.parametrize(("seed", "even", "ranks"), DRAWS)
-def test_rules_agree_with_brute_force(seed: int, even: bool, ranks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("seed", "even", "ranks", "most"), DRAWS)
+def test_rules_agree_with_brute_force(seed: int, even: bool, ranks: tuple[int, ...], most: int | None) -> None:
     checked = {
-        name: check_operation(operation.target, operation.samples, shards, seed=seed)
+        name: check_operation(operation.target, operation.samples[:most], shards, seed=seed)
         for name, operation in operations(seed, even).items()
         for shards in [tuple(n for n in FEW.get(name, ((2, 3),) * 2)[not even] if n in ranks)]
         if operation.samples and shards
@@ -83,7 +84,7 @@ def test_every_rule_has_samples() -> None:
     "name", ["aten.linear.default", "aten.view.default", "aten.cat.default", "aten.new_ones.default"]
 )
 def test_sizes_that_do_not_divide_are_refused(name: str) -> None:
-    for seed in range(4, 8):
+    for seed in range(4, 6):
         operation = operations(seed, even=False)[name]
         report = check_operation(operation.target, operation.samples, shards=(4, 7))
         assert report.false_accepts == []

@@ -105,6 +105,18 @@ MALFORMED = {
     "unnamed output": (12, "logits=%mlp", "%mlp", "an output has no name"),
     "two outputs": (12, "logits=", "loss=", "two outputs have one name"),
     "returned value": (12, "loss=%loss", "loss=%los", "%los is not defined"),
+    "a name that torch.fx cannot write": (
+        13,
+        "return",
+        "%is = operator.mul(2, 3) : 6\nreturn",
+        "cannot write this graph",
+    ),
+    "a keyword that torch.fx cannot write": (
+        12,
+        "sum.default(%mlp_out",
+        "uniform.default(%mlp_out, from=0",
+        "as Python",
+    ),
     "words that torch.fx cannot write": (
         12,
         "sum.default(%mlp_out)",

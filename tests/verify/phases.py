@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.distributed._local_tensor import LocalTensor
 from torch.fx.node import map_arg
 
 from fxpar.compile import compile_model, compile_step
@@ -26,7 +26,7 @@ from fxpar.mesh.axes import coordinates
 from fxpar.ops.lower import lower
 from fxpar.plan.plan import Plan
 from fxpar.verify.reference_program import promote
-from fxpar.verify.simulate_ranks import simulated_world, symbol_values
+from fxpar.verify.simulate_ranks import RanksMode, simulated_world, symbol_values
 from fxpar.verify.values import call_inputs, program_state, reference_run, rng_state
 
 ALLOWED = 1e-9  # of the largest gradient
@@ -69,7 +69,7 @@ class Microbatches:
         self.axes = program.axes
         self.places = [coordinates(self.axes, rank) for rank in range(len(self._ranks()))]
         self.values: list[dict[str, Any]] = []
-        with simulated_world(self.axes) as self.groups, LocalTensorMode(len(self._ranks())):
+        with simulated_world(self.axes) as self.groups, RanksMode(len(self._ranks())):
             graph = self._lowered(self.step)
             for index in range(len(batches)):
                 known = dict(self._sources(index))
@@ -127,7 +127,7 @@ class Microbatches:
         Raises:
             CannotRunError: a phase reads what is not there when it runs.
         """
-        with simulated_world(self.axes) as self.groups, LocalTensorMode(len(self._ranks())):
+        with simulated_world(self.axes) as self.groups, RanksMode(len(self._ranks())):
             graph = self._lowered(program)
             self._check_order(program, graph)
             late = self._late(graph)

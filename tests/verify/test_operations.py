@@ -144,6 +144,17 @@ OTHERS = (
 )
 
 
+def test_what_a_conjugate_has_for_its_parts_is_asked_anew() -> None:
+    head = "fxpar 2\nplan {}\nproperties canonical\n"
+    text = head + '%x = input["x"] : c64[3]\n%y = aten.view_as_real.default(%x) : f32[3, 2]\nreturn y=%y\n'
+    verify_static(parse_program(text))
+    turned = text.replace("%y =", "%c = aten._conj.default(%x) : c64[3]\n%y =").replace(
+        "real.default(%x", "real.default(%c"
+    )
+    with pytest.raises(FxparError, match=r"%y.*conjugated"):
+        verify_static(parse_program(turned))
+
+
 @pytest.mark.parametrize(("change", "message"), OTHERS, ids=[str(i) for i in range(len(OTHERS))])
 def test_numbers_and_words_that_mean_nothing_are_refused(change: tuple[str, str], message: str) -> None:
     assert message in refused(change)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.distributed._local_tensor import LocalTensor
 
 from fxpar.errors import CheckFailed
 from fxpar.ir.operators import as_parameter, dual
@@ -27,7 +27,7 @@ from fxpar.testing.ranks import agree_gradient, place_gradient
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import placement_text
 from fxpar.verify.reference_program import promote, wide
-from fxpar.verify.simulate_ranks import run_ranks, simulated_world, step_of, symbol_values
+from fxpar.verify.simulate_ranks import RanksMode, run_ranks, simulated_world, step_of, symbol_values
 from fxpar.verify.values import compare, rng_state
 from tests.verify.cases import prepared, program
 
@@ -119,6 +119,20 @@ def _there_and_back(
     return [[value._local_tensors[rank] for rank in range(len(given))] for value in (result, gradient)]  # type: ignore[return-value]
 
 
+def test_operators_of_all_ranks_change_draw_and_split_as_those_of_each() -> None:
+    parts = {0: torch.arange(5.0), 1: torch.arange(3.0)}
+    with simulated_world({"tp": 2}), RanksMode(2):
+        x: Any = LocalTensor({rank: part.clone() for rank, part in parts.items()})
+        view = x[1:]
+        assert len(view.add_(1.0).unsqueeze_(0)._size) == 2
+        halves, drawn = x.split(2), x[:3].repeat(20).bernoulli(0.5)
+    for rank, part in parts.items():
+        part[1:] += 1.0
+        assert torch.equal(x._local_tensors[rank], part)
+        assert torch.equal(torch.cat([half._local_tensors[rank] for half in halves]), part)
+    assert torch.equal(*drawn._local_tensors.values())
+
+
 SHARED = (
     Placement("S", 1, (Piece(1, 24, copies=2),)),
     Placement("S", 1, (Piece(2, 12, copies=2),)),
@@ -149,7 +163,7 @@ def _shares(placement: Placement, n: int) -> tuple[list[Tensor], Tensor]:
 def test_coercions_of_shared_blocks_keep_the_value_and_its_gradient(n: int) -> None:
     torch.manual_seed(n)
     checked = []
-    with simulated_world({"tp": n}) as groups, LocalTensorMode(n):
+    with simulated_world({"tp": n}) as groups, RanksMode(n):
         for source, target in _shared_rows():
             if not fits(source, SHAPE, n) or not fits(target, SHAPE, n):
                 continue
@@ -207,7 +221,7 @@ def test_every_coercion_keeps_the_value_and_its_gradient(n: int) -> None:
     """The identity on the whole: forward the value, backward the gradient, as the placements say it is held."""
     torch.manual_seed(n)
     checked = set()
-    with simulated_world({"tp": n}) as groups, LocalTensorMode(n):
+    with simulated_world({"tp": n}) as groups, RanksMode(n):
         for source, target in _rows():
             if any(int(piece.size) % n for piece in (*source.pieces, *target.pieces)):
                 continue
