@@ -59,17 +59,24 @@ def why_not_capturable(node: fx.Node) -> str:
         return _UNSAFE[target.overloadpacket]
     if target.overloadpacket is aten.histc and not _has_bounds(node):
         return "reads the smallest and the largest value on the host; pass it its bounds"
+    if target.overloadpacket is aten.index and not _has_mask(node):
+        return ""
     if target.overloadpacket is aten.index_put and not _is_fill(node):
         return "writes at a mask, whose true places are counted on the host"
     return next((reason for tag, reason in _TAGS if tag in target.tags), "")
 
 
+def _has_mask(node: fx.Node) -> bool:
+    """Returns whether some indices are no numbers: how many places a mask has depends on its values."""
+    indices = [index for index in bind_arguments(node)["indices"] if isinstance(index, fx.Node)]
+    return any(_dtype(index) in (torch.bool, torch.uint8) for index in indices)
+
+
 def _is_fill(node: fx.Node) -> bool:
     """Returns whether indices are numbers, or one value is written at a mask, which torch does not count."""
-    arguments = bind_arguments(node)
-    indices = [index for index in arguments["indices"] if isinstance(index, fx.Node)]
-    if all(_dtype(index) not in (torch.bool, torch.uint8) for index in indices):
+    if not _has_mask(node):
         return True
+    arguments = bind_arguments(node)
     values = note(arguments["values"]).type
     return isinstance(values, TensorType) and not values.shape and not arguments.get("accumulate", False)
 

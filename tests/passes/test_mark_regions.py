@@ -40,7 +40,9 @@ symbol b = x.0 like 2
 %zero = aten.zeros.default([], dtype=dtype.f32) : f32[]
 %filled = aten.index_put.default(%y, [%mask], %zero) : f32[b, 8]
 %more = aten.index_put.default(%filled, [%mask], %zero, True) : f32[b, 8]
-return more=%more
+%places = aten.argmax.default(%y, 1) : i64[b]
+%taken = aten.index.Tensor(%more, [%places]) : f32[b, 8]
+return more=%taken
 """
 
 
