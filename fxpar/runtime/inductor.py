@@ -361,15 +361,15 @@ def _joined_chunks(chunks: Sequence[Any], dim: int) -> Any:
     strides = ir.FlexibleLayout.contiguous_strides(whole)
     layout = ir.FixedLayout(chunks[0].get_device(), chunks[0].get_dtype(), whole, strides)
     kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
-    box = ir.StorageBox(kernel)
+    box, parts = ir.StorageBox(kernel), []
     for chunk, begin, end in zip(chunks, begins, begins[1:], strict=False):
         place = ir.SliceView.create(box, dim, begin, end, clamp=False)
         storage = _storage_alone(chunk)
         if storage is not None:
             place = ir.View.create(place, storage.get_size())
-        kernel.inputs.append(ir.ConcatKernel.realize_into(chunk if storage is None else storage, place))
+        parts.append(ir.ConcatKernel.realize_into(chunk if storage is None else storage, place))
     kernel.name = V.graph.register_buffer(kernel)
-    kernel.inputs = ir.ConcatKernel.unwrap_storage(kernel.inputs)
+    kernel.inputs = ir.ConcatKernel.unwrap_storage(parts)
     V.graph.register_operation(kernel)
     return ir.TensorBox(box)
 

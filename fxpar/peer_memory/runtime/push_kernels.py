@@ -64,7 +64,7 @@ def take_flag(flag_ptr, stop_ptr, far_ptr):  # type: ignore[no-untyped-def]
 
 
 # Else it would be compiled anew for some places, while a graph is captured.
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first"])  # type: ignore[untyped-decorator]
 def _take_flags_kernel(flags_ptr, first, stop_ptr, far_ptr, RANK: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     for rank in tl.static_range(SIZE):
         if rank != RANK:
@@ -85,7 +85,7 @@ def take_flags(flags: Tensor, first: int, rank: int, size: int, stop: Sequence[T
     _take_flags_kernel[(1,)](flags, first, *stop, RANK=rank, SIZE=size, num_warps=1)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _add_slots_kernel(  # type: ignore[no-untyped-def]
     area_ptr, step, local_ptr, pitch, width, out_ptr, RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):

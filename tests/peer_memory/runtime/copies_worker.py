@@ -3,11 +3,13 @@
 `equal`: trainings whose ranks copy beside those through NCCL; rank 0 prints which are equal to the bit on all ranks.
 `experts`: the same of experts on both, eager and as one graph.
 `needed`: of experts on more, whose tokens go to those GPUs alone that need them: equal to itself, near to NCCL.
+`chunks`: a training in chunks of tokens as one graph: near to one without, equal to itself, and where a rank is late.
 `lost`: rank 1 stands still in a call.
 `several`: each kind of copy between more ranks than there are GPUs.
 """
 
 import os
+import random
 import sys
 import time
 from functools import partial
@@ -85,6 +87,32 @@ def compare_needed() -> None:
         dist.all_reduce(same, op=dist.ReduceOp.MIN)
         if dist.get_rank() == 0:
             print(f"{impl}: {'equal' if int(same) else 'different'}", flush=True)
+
+
+def compare_chunks() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    plan: dict[str, Any] = {"tp": size, "sequence_parallel": True, "compile": True, "cost": COSTS["copies"]}
+    own = partial(train, partial(llama, 128, 2), impl="full_iteration", **plan)
+    chunks = fxpar.Communication("copy", token_chunks=3)
+    batches = words(100, rows=5)
+    whole, *cut = (own(batches, communication=how) for how in (COPY, chunks, chunks))
+    near = all(abs(a - b) < 1e-3 * abs(b) for a, b in zip(cut[0].losses, whole.losses, strict=True))
+    delays = random.Random(0)
+
+    def be_late(model: fxpar.ParallelModule, step: int) -> None:
+        if delays.random() < 0.05 and rank == 1:
+            time.sleep(0.05)
+
+    more = words(1000, rows=5)
+    late, soon = own(more, communication=chunks, touch=be_late), own(more, communication=chunks)
+    found = {"near": near, "again": cut[0] == cut[1], "late": late == soon}
+    same = torch.tensor([int(value) for value in found.values()], device="cuda")
+    dist.all_reduce(same, op=dist.ReduceOp.MIN)
+    if rank == 0:
+        print(
+            "\n".join(f"{name}: {'equal' if value else 'different'}" for name, value in zip(found, same, strict=True))
+        )
 
 
 def stand_still(*arguments: Any, **options: Any) -> None:
@@ -185,4 +213,5 @@ def across(rank: int, size: int, device: torch.device, dtype: torch.dtype) -> No
 if __name__ == "__main__":
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     jobs = {"equal": compare, "experts": compare_experts, "needed": compare_needed, "lost": lose, "several": several}
+    jobs["chunks"] = compare_chunks
     jobs[sys.argv[1]]()

@@ -57,6 +57,14 @@ def test_tokens_that_some_need_alone_give_the_same_bits_again() -> None:
     assert told == ["none: equal", "full_iteration: equal"]
 
 
+@pytest.mark.parametrize("count", [pytest.param(2, marks=two), pytest.param(4, marks=four)])
+def test_chunks_of_tokens_train_as_one_and_wait_for_who_is_late(count: int) -> None:
+    done = on_ranks(count, "chunks")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = [line for line in done.stdout.splitlines() if line.endswith(("equal", "different"))]
+    assert told == ["near: equal", "again: equal", "late: equal"]
+
+
 @two
 @pytest.mark.parametrize("impl", ["none", "full_iteration"])
 def test_who_waits_in_vain_ends_and_says_for_whom(impl: str) -> None:
