@@ -91,7 +91,7 @@ def compare_needed() -> None:
 
 def compare_chunks() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     plan: dict[str, Any] = {"tp": size, "sequence_parallel": True, "compile": True, "cost": COSTS["copies"]}
     own = partial(train, partial(llama, 128, 2), impl="full_iteration", **plan)
     chunks = fxpar.Communication("copy", token_chunks=3)
