@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxpar.cost.layers import behind_rows, parts, row_runs
+from fxpar.cost.layers import behind_gathers, behind_rows, parts, row_runs
 from fxpar.ir.grad_flow import plain
 from fxpar.ir.program import (
     Note,
@@ -29,6 +29,7 @@ from fxpar.ir.properties import Property
 from fxpar.ir.regions import BETWEEN_MODULES, Region, call_region
 from fxpar.ir.step import BACKWARD, PHASES, RECOMPUTE, WEIGHT
 from fxpar.manager import register_pass
+from fxpar.ops.collectives import all_gather
 
 _LEAST = 24  # operations of a part; fewer are not worth a call
 
@@ -67,10 +68,11 @@ def outline_layers(program: Program) -> Program:
     kernel with it. So the cuts are moved after the operations on rows that follow (`row_runs`), to
     where fewest values are read again: in front of the next product or collective, which reads from memory in any case.
     The first layer's norm is then outside, the last layer has that after it; where that is none or another one, or
-    reads another value, cuts stay, since the last layer would be none of the region. A cut is a guess and texts are the
-    proof: wrong cuts make more regions, never another program. What is called once stays where it is, and so does the
-    phase *parameter*. Numbers of the inputs' sizes come first, then the forward, then the backward; of other sizes each
-    phase has its own.
+    reads another value, cuts stay, since the last layer would be none of the region. A backward's part that would begin
+    with a gather leaves it to the part before, whose gradients of weights it hides behind. A cut is a guess and texts
+    are the proof: wrong cuts make more regions, never another program. What is called once stays where it is, and so
+    does the phase *parameter*. Numbers of the inputs' sizes come first, then the forward, then the backward; of other
+    sizes each phase has its own.
 
     Values stay equal: written out, the calls are what was there.
     """
@@ -141,10 +143,14 @@ def _parts(nodes: Sequence[fx.Node]) -> list[_Part]:
         candidates = (_Part(nodes[start:stop], operations) for start, stop in cuts)
         return [part for part in candidates if part.is_whole]
 
-    unmoved, moved = whole(runs), whole(behind_rows(runs, tokens, until, row_runs(nodes)))
+    after_rows = behind_rows(runs, tokens, until, row_runs(nodes))
+    gathers = [node.target is all_gather and note(node).phase != "" for node in nodes]
     # Tokens do not tell what the operations after the last layer read: its text may be another one with them.
-    texts, others = ({part.text for part in variant} for variant in (unmoved, moved))
-    return moved if len(others) <= len(texts) and len(moved) >= len(unmoved) else unmoved
+    unmoved = whole(runs)
+    for moved in (whole(behind_gathers(after_rows, tokens, gathers)), whole(after_rows)):
+        if len({part.text for part in moved}) <= len({part.text for part in unmoved}) and len(moved) >= len(unmoved):
+            return moved
+    return unmoved
 
 
 class _Part:

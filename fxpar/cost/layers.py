@@ -250,6 +250,25 @@ def behind_rows(
     return moved
 
 
+def behind_gathers(
+    spans: Sequence[tuple[int, int]], tokens: Sequence[int], gathers: Sequence[bool]
+) -> list[tuple[int, int]]:
+    """Returns parts that end with a gather where they began with it: gradients of their weights can hide it.
+
+    Args:
+        spans: parts in order; those that touch are moved together, or not at all.
+        gathers: which tokens are gathers.
+    """
+    moved: list[tuple[int, int]] = []
+    free = len(tokens)
+    for chain in reversed(_chains(spans)):
+        cuts = [start for start, _ in chain] + [chain[-1][1]]
+        by = int(cuts[-1] < free and all(gathers[cut] and tokens[cut] == tokens[cuts[0]] for cut in cuts))
+        moved = [(start + by, stop + by) for start, stop in chain] + moved
+        free = moved[0][0]
+    return moved
+
+
 def _chains(spans: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """Returns parts that touch."""
     chains: list[list[tuple[int, int]]] = []

@@ -116,7 +116,8 @@ class Inductor:
             # From torch 2.14 on the partition merges nothing of the forward with what the backward has: dropout's words
             # would be drawn twice.
             graph.graph = fx_graph_cse(graph.graph)
-            first, second = min_cut_rematerialization_partition(graph, list(fakes), num_fwd_outputs=results)
+            count = results + _keep_joined(graph.graph, _LATE, results)
+            first, second = min_cut_rematerialization_partition(graph, list(fakes), num_fwd_outputs=count)
             # Names tell which result of the forward an input of the backward is.
             outputs: Any = output_node(first.graph).args[0]
             output_names = [node.name for node in outputs]
@@ -204,6 +205,7 @@ def _name_inputs(graph: fx.Graph, early: int) -> None:
 
 
 aten = torch.ops.aten
+_JOINED = torch.ops.fxpar.joined_chunks.default
 _LISTS = get_default_op_list()
 
 
@@ -225,6 +227,29 @@ def keep_sums(graph: fx.Graph, late: str) -> None:
         if any(_is_only_for(a, node) and _is_dear(b, node) for a, b in ((one, other), (other, one))):
             # The mark of PyTorch's own selective checkpointing: min-cut never recomputes a node that has it.
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _keep_joined(graph: fx.Graph, late: str, results: int) -> int:
+    """Lets the forward put chunks together, where each is written in its place: a backward would copy them.
+
+    Args:
+        late: as of `keep_sums`.
+        results: how many the forward gives.
+
+    Returns:
+        How many it gives more, after those.
+    """
+    backward: set[fx.Node] = set()
+    joined = []
+    for node in graph.nodes:
+        if node.name.startswith(late) or not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+        elif node.target is _JOINED:
+            joined.append(node)
+    end = output_node(graph)
+    values: Any = end.args[0]
+    end.args = ([*values[:results], *joined, *values[results:]],)
+    return len(joined)
 
 
 def _size(value: Any) -> tuple[Any, ...]:

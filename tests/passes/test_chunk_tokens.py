@@ -50,6 +50,15 @@ _SUM = """\
 %h_sum = fxpar.all_reduce[tp](%h) : f32[b, 8] tp:P→R
 %y = aten.mm.default(%h_sum, %v) : f32[b, 4] tp:S(1)
 """
+# Of 10 tokens a row.
+_SCATTERED = _HEAD.replace("f32[b, 6] tp:S(1)", "f32[b, 10, 6] tp:S(2)") + (
+    "%h = aten.matmul.default(%x, %w) : f32[b, 10, 8] tp:P\n"
+    "%part = fxpar.reduce_scatter[tp](%h) : f32[b, 10, 8] tp:P→S(1)\n"
+    "%relu = aten.relu.default(%part) : f32[b, 10, 8] tp:S(1)\n"
+    "%all = fxpar.all_gather[tp](%relu) : f32[b, 10, 8] tp:S(1)→R\n"
+    "%y = aten.matmul.default(%all, %v) : f32[b, 10, 4] tp:S(2)\n"
+    "return y=%y\n"
+)
 
 
 def chunked(text: str, count: int = 2) -> Program:
@@ -82,15 +91,7 @@ def test_products_of_one_chunk_stand_between_a_sum_and_its_reader() -> None:
 
 def test_what_is_light_follows_the_next_chunk_s_products() -> None:
     """A norm between a reduce-scatter and a gather: its sum has had the time of one product to arrive."""
-    text = _HEAD.replace("f32[b, 6] tp:S(1)", "f32[b, 10, 6] tp:S(2)") + (
-        "%h = aten.matmul.default(%x, %w) : f32[b, 10, 8] tp:P\n"
-        "%part = fxpar.reduce_scatter[tp](%h) : f32[b, 10, 8] tp:P→S(1)\n"
-        "%relu = aten.relu.default(%part) : f32[b, 10, 8] tp:S(1)\n"
-        "%all = fxpar.all_gather[tp](%relu) : f32[b, 10, 8] tp:S(1)→R\n"
-        "%y = aten.matmul.default(%all, %v) : f32[b, 10, 4] tp:S(2)\n"
-        "return y=%y\n"
-    )
-    names = [name for name in order(text, 3) if not name.startswith("x_")]
+    names = [name for name in order(_SCATTERED, 3) if not name.startswith("x_")]
     heavy = [f"{name}_chunk{i}" for i in range(3) for name in ("h", "part")]
     light = {i: [f"relu_chunk{i}", f"all_chunk{i}"] for i in range(3)}
     assert names == [
@@ -263,6 +264,17 @@ def test_sums_of_a_forward_hide_behind_all_chunks_but_one() -> None:
     assert prices(1000)["backward", 2].gain == 0.0
 
 
+def test_of_two_chunks_nothing_is_beside_a_gather() -> None:
+    """A scatter and a gather, of which a second chunk hides the first half of the way, and a third one all of it."""
+    step = parse_program(_SCATTERED)
+    step = step.with_(plan=replace(step.plan, cost=costs(1e4), communication=Communication("copy")))
+    rows = symbol(batch_symbol(step))
+    found = {price.count: price for price in chunk_prices(step, rows, ChunkChoice(step, rows).chosen())}
+    assert found[2].whole == pytest.approx(2 * (4 * 10 * 8 * 4) / 2 / 1e4)
+    assert found[2].chunked == pytest.approx(found[2].whole / 2)
+    assert found[4].chunked == pytest.approx(0.0)
+
+
 def test_the_cheapest_number_saves_most_over_the_phases() -> None:
     def price(count: int, phase: str, saved: float) -> ChunkPrice:
         return ChunkPrice(count, phase, products=100.0, whole=50.0, chunked=50.0 - saved, more=0.0)
@@ -281,6 +293,8 @@ def test_auto_takes_the_phases_in_which_chunks_pay(bandwidth: float, phases: set
     sums = [node for node in auto.step.graph.nodes if "reduce" in str(node.target)]
     assert {note(node).phase for node in sums if "_chunk" in node.name} == phases
     assert {note(node).phase for node in sums if "_chunk" not in node.name} == {"", "backward"} - phases
+    # Sums over rows of a backward that is whole are whole.
+    assert ("backward" in phases) == bool(in_chunks(auto.step)["fxpar.add_chunks"])
     assert auto.is_right(auto.step)
 
 

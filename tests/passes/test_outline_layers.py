@@ -12,11 +12,12 @@ from torch import Tensor
 
 import fxpar
 from fxpar.compile import compile_model, compile_step
-from fxpar.cost.layers import Rows, behind_rows, longest, parts, row_runs
+from fxpar.cost.layers import Rows, behind_gathers, behind_rows, longest, parts, row_runs
 from fxpar.errors import CheckFailed, TextError
 from fxpar.ir.program import Program, note
 from fxpar.ir.regions import inlined, region_of, regions
 from fxpar.manager import PassManager, has_same_dataflow
+from fxpar.ops.collectives import COERCION_OF
 from fxpar.passes.outline_layers import outline_layers
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
@@ -337,6 +338,30 @@ def test_cuts_are_moved_behind_rows() -> None:
     assert behind_rows(found, [*sequence[:13], 9, 2, 5], until, rows) == found
     assert behind_rows(found, sequence, [*until[:11], -1, *until[12:]], rows) == found
     assert behind_rows([found[0], found[2]], sequence, until, rows) == [found[0], found[2]]
+
+
+def test_parts_end_with_the_gather_with_which_they_began() -> None:
+    sequence, found = [0, *[1, 2, 3] * 3, 1, 4], [(1, 4), (4, 7), (7, 10)]
+    gathers = [token == 1 for token in sequence]
+    assert behind_gathers(found, sequence, gathers) == [(2, 5), (5, 8), (8, 11)]
+    # The last one has none after it, it is another one, or it begins what follows.
+    assert behind_gathers(found, sequence[:10], gathers[:10]) == found
+    assert behind_gathers(found, [*sequence[:10], 5, 4], [*gathers[:10], True, False]) == found
+    assert behind_gathers([*found, (10, 12)], sequence, gathers) == [*found, (10, 12)]
+    assert behind_gathers(found, sequence, [False] * len(sequence)) == found
+
+
+def test_a_backward_s_layer_does_not_begin_with_a_gather() -> None:
+    """Nothing would be beside it; at the end it has the gradients of weights."""
+    options: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "use_cache": False}
+    options |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
+    config = transformers.LlamaConfig(**options)
+    step = _step(config, transformers.LlamaForCausalLM, sequence_parallel=True, cost=fxpar.Cost(flops=1e14))
+    (region,) = (region for region in regions(step) if region.name == "layer_backward")
+    sent = [str(node.target) for node in region.body if node.target in COERCION_OF]
+    assert sent.count("fxpar.all_gather") == sent.count("fxpar.reduce_scatter") == 2
+    assert sent[0] == "fxpar.reduce_scatter"
+    assert sent[-1] == "fxpar.all_gather"
 
 
 def test_cuts_are_not_moved_into_what_stands_behind() -> None:

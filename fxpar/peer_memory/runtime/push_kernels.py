@@ -85,14 +85,18 @@ def take_flags(flags: Tensor, first: int, rank: int, size: int, stop: Sequence[T
     _take_flags_kernel[(1,)](flags, first, *stop, RANK=rank, SIZE=size, num_warps=1)
 
 
+# Elements of a program of `add_slots`.
+_ADDED = tl.constexpr(2048)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_slots_kernel(  # type: ignore[no-untyped-def]
-    area_ptr, step, local_ptr, pitch, width, out_ptr, RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    area_ptr, step, local_ptr, pitch, width, out_ptr, RANK: tl.constexpr, SIZE: tl.constexpr
 ):
-    across = tl.cdiv(width, BLOCK)
+    across = tl.cdiv(width, _ADDED)
     row = (tl.program_id(0) // across).to(tl.int64)
-    column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
+    column = (tl.program_id(0) % across).to(tl.int64) * _ADDED + tl.arange(0, _ADDED)
+    total = tl.zeros((_ADDED,), tl.float32)
     for rank in tl.static_range(SIZE):
         if rank == RANK:
             part = tl.load(local_ptr + row * pitch + column, mask=column < width)
@@ -101,10 +105,6 @@ def _add_slots_kernel(  # type: ignore[no-untyped-def]
             part = tl.load(area_ptr + at, mask=column < width, cache_modifier=".cg")
         total += part.to(tl.float32)
     tl.store(out_ptr + row * width + column, total.to(out_ptr.dtype.element_ty), mask=column < width)
-
-
-# Elements of a program of `add_slots`.
-_ADDED = 2048
 
 
 def add_slots(area: Tensor, step: int, local: Tensor, rank: int, size: int) -> Tensor:
@@ -123,8 +123,8 @@ def add_slots(area: Tensor, step: int, local: Tensor, rank: int, size: int) -> T
     out = torch.empty(local.shape, dtype=local.dtype, device=local.device)
     rows, width = (1, local.numel()) if local.is_contiguous() else local.shape
     if out.numel():
-        grid = (triton.cdiv(width, _ADDED) * rows,)
-        _add_slots_kernel[grid](area, step, local, local.stride(0), width, out, RANK=rank, SIZE=size, BLOCK=_ADDED)
+        grid = (triton.cdiv(width, _ADDED.value) * rows,)
+        _add_slots_kernel[grid](area, step, local, local.stride(0), width, out, RANK=rank, SIZE=size)
     return out
 
 

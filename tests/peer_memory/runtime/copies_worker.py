@@ -25,7 +25,7 @@ from fxpar.peer_memory.compiler import symmetric_buffer
 from fxpar.peer_memory.compiler.symmetric_buffer import needs
 from fxpar.peer_memory.runtime.device import GpuSymmetricBuffer
 from fxpar.runtime.steps import FinishedForward
-from tests.cudagraphs.graphed import gpt2, llama, mixtral, train, words
+from tests.cudagraphs.graphed import Trained, gpt2, llama, mixtral, train, words
 
 STEPS, MICROBATCHES = 12, 2
 NCCL, COPY = fxpar.Communication("nccl"), fxpar.Communication("copy")
@@ -93,10 +93,13 @@ def compare_chunks() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     plan: dict[str, Any] = {"tp": size, "sequence_parallel": True, "compile": True, "cost": COSTS["copies"]}
-    own = partial(train, partial(llama, 128, 2), impl="full_iteration", **plan)
     chunks = fxpar.Communication("copy", token_chunks=3)
+
+    def own(batches: list[Any], how: fxpar.Communication, touch: Any = None) -> Trained:
+        return train(partial(llama, 128, 2), batches, "full_iteration", communication=how, touch=touch, **plan)
+
     batches = words(100, rows=5)
-    whole, *cut = (own(batches, communication=how) for how in (COPY, chunks, chunks))
+    whole, *cut = (own(batches, how) for how in (COPY, chunks, chunks))
     near = all(abs(a - b) < 1e-3 * abs(b) for a, b in zip(cut[0].losses, whole.losses, strict=True))
     delays = random.Random(0)
 
@@ -105,7 +108,7 @@ def compare_chunks() -> None:
             time.sleep(0.05)
 
     more = words(1000, rows=5)
-    late, soon = own(more, communication=chunks, touch=be_late), own(more, communication=chunks)
+    late, soon = own(more, chunks, be_late), own(more, chunks)
     found = {"near": near, "again": cut[0] == cut[1], "late": late == soon}
     same = torch.tensor([int(value) for value in found.values()], device="cuda")
     dist.all_reduce(same, op=dist.ReduceOp.MIN)
