@@ -126,6 +126,28 @@ _OVER_ROWS = (
 )
 
 
+def test_what_is_little_is_computed_again_of_what_a_backward_reads_whole() -> None:
+    """Not what a product of a chunk reads, which is in memory; nor what would need more to be put together."""
+    head = _HEAD + '%u = parameter["u"] : f32[4, 8] tp:S(0)\n%g = input["g"] : f32[b, 4] tp:S(1)\n'
+    body = _SUM + (
+        "%gate = aten.sigmoid.default(%y) : f32[b, 4] tp:S(1)\n"
+        "%act = aten.mul.Tensor(%gate, %y) : f32[b, 4] tp:S(1)\n"
+        "%o = aten.mm.default(%act, %u) : f32[b, 8] tp:P\n"
+        "%o_sum = fxpar.all_reduce[tp](%o) : f32[b, 8] tp:P→R\n"
+        "%end = aten.neg.default(%o_sum) : f32[b, 8] tp:R\n"
+    )
+    backward = (
+        "%dy = aten.mul.Tensor(%g, %y) : f32[b, 4] tp:S(1)\n%dz = aten.mul.Tensor(%dy, %gate) : f32[b, 4] tp:S(1)\n"
+    )
+    backward += "%dw = aten.mul.Tensor(%dz, %act) : f32[b, 4] tp:S(1)\n%de = aten.relu.default(%end) : f32[b, 8] tp:R\n"
+    text = head + body + backward.replace("\n", " {phase=backward}\n") + "return dw=%dw, de=%de\n"
+    program = chunked(text)
+    targets = {name: str(program.node(name).target) for name in ("y", "gate", "act")}
+    join = "fxpar.join_chunks"
+    assert targets == {"y": join, "gate": "aten.sigmoid.default", "act": join}
+    assert program.node("gate").args == (program.node("y"),)
+
+
 def test_sums_over_rows_of_a_backward_follow_what_is_sent_together() -> None:
     """Products of all chunks stand side by side, and delay no chunk's collective; in a forward they are not cut."""
     head = _HEAD + '%u = parameter["u"] : f32[4, 8] tp:S(0)\n'

@@ -1,9 +1,10 @@
 """Symmetric buffers between GPUs of one machine: copy engines write into the others' symmetric memory.
 
 Enters: a process group whose GPUs reach each other's memory. Leaves: a `SymmetricBuffer` whose copies have a stream of
-their own. Nothing of that needs a multiprocessor: copy engines copy, and streams wait for flags and raise them by the
-driver's stream memory operations. A sum alongside which nothing is computed is a kernel (`push_kernels`), and so
-are rows of which values say where they go (`push_needed`). All of it can be captured.
+their own. Copy engines copy, and streams raise flags and wait for them by the driver's stream memory operations, which
+needs no multiprocessor; in a graph, where such a wait is slow, a kernel of one warp waits. A sum alongside which
+nothing is computed is a kernel (`push_kernels`), and so are rows of which values say where they go (`push_needed`). All
+of it can be captured.
 """
 
 from __future__ import annotations
