@@ -309,7 +309,7 @@ def _identity(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             return tuple(plain(item) for item in value)
         return type(value), value  # 1, 1.0 and True are equal and give different types
 
-    return node.target, plain(args), plain([*kwargs.items()])
+    return node.target, plain(args), plain([*kwargs.items()]), torch.get_default_dtype()
 
 
 def _call(

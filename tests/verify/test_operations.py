@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from fxpar.errors import FxparError
 from fxpar.text.parsing import parse_program
@@ -153,6 +154,18 @@ def test_what_a_conjugate_has_for_its_parts_is_asked_anew() -> None:
     )
     with pytest.raises(FxparError, match=r"%y.*conjugated"):
         verify_static(parse_program(turned))
+
+
+def test_a_type_that_torch_takes_by_default_is_asked_anew() -> None:
+    head = "fxpar 2\nplan {}\nproperties canonical\n"
+    text = head + '%x = input["x"] : i64[3]\n%y = aten.div.Tensor(%x, %x) : f32[3]\nreturn y=%y\n'
+    verify_static(parse_program(text))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(FxparError, match=r"%y"):
+            verify_static(parse_program(text))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize(("change", "message"), OTHERS, ids=[str(i) for i in range(len(OTHERS))])
