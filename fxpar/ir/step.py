@@ -30,7 +30,7 @@ def batch_symbol(program: Program) -> str:
         PlanError: no input has a symbolic dimension for it, or two have different ones.
     """
     said = _said(program)
-    dims = said or {entry.path: 0 for entry in program.inputs if entry.type.shape}
+    dims = said or _first_dims(program)
     chosen = [(entry, dims[entry.path]) for entry in program.inputs if entry.path in dims]
     sizes = {str(e.type.shape[dim]): e for e, dim in chosen if not isinstance(e.type.shape[dim], int)}
     known = [s.name for s in program.symbols if str(s.size) in sizes]
@@ -93,10 +93,15 @@ def batch_rows(program: Program, size: object) -> dict[str, int]:
 
 def batch_dims(program: Program) -> dict[str, int]:
     """Returns the dimension that is the rows, of each input that has one; of the first where the rows are no symbol."""
-    dims = _said(program) or {entry.path: 0 for entry in program.inputs if entry.type.shape}
+    dims = _said(program) or _first_dims(program)
     sizes = {entry.type.shape[dims[entry.path]] for entry in program.inputs if entry.path in dims}
     symbolic = [size for size in sizes if not isinstance(size, int)]
     return batch_rows(program, symbolic[0]) if len(symbolic) == 1 else dims
+
+
+def _first_dims(program: Program) -> dict[str, int]:
+    """Returns the first dimension of each input that has one; the generator's words are no rows."""
+    return {entry.path: 0 for entry in program.inputs if entry.type.shape and entry.path != RNG_PATH}
 
 
 def _said(program: Program) -> dict[str, int]:

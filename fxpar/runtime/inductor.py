@@ -230,7 +230,7 @@ def keep_sums(graph: fx.Graph, late: str) -> None:
 
 
 def _keep_joined(graph: fx.Graph, late: str, results: int) -> int:
-    """Lets the forward put chunks together, where each is written in its place: a backward would copy them.
+    """Lets the forward put chunks together for the backward, which would copy them: here each is written in its place.
 
     Args:
         late: as of `keep_sums`.
@@ -239,15 +239,18 @@ def _keep_joined(graph: fx.Graph, late: str, results: int) -> int:
     Returns:
         How many it gives more, after those.
     """
-    backward: set[fx.Node] = set()
-    joined = []
+    end, backward = output_node(graph), set[fx.Node]()
+    values: Any = end.args[0]
     for node in graph.nodes:
         if node.name.startswith(late) or not backward.isdisjoint(node.all_input_nodes):
             backward.add(node)
-        elif node.target is _JOINED:
-            joined.append(node)
-    end = output_node(graph)
-    values: Any = end.args[0]
+    forward = {value for value in values[:results] if isinstance(value, fx.Node)}
+    for node in reversed(graph.nodes):
+        if node in forward:
+            forward.update(node.all_input_nodes)
+    # What the forward alone reads is free again when it has.
+    others = (node for node in graph.nodes if node.target is _JOINED and node not in backward)
+    joined = [node for node in others if not forward.issuperset(user for user in node.users if user is not end)]
     end.args = ([*values[:results], *joined, *values[results:]],)
     return len(joined)
 
@@ -411,7 +414,7 @@ def _storage_alone(chunk: Any) -> Any:
     layout = buffer.layout
     if view.offset or layout.offset or not view.is_contiguous() or not layout.is_contiguous():
         return None
-    if prod(view.size) != prod(layout.size):
+    if view.dtype != layout.dtype or prod(view.size) != prod(layout.size):
         return None
     buffer.layout = ir.FlexibleLayout(layout.device, layout.dtype, layout.size)
     return storage

@@ -390,6 +390,13 @@ def test_architectures(name: str, plan: str) -> None:
     assert report.ok, report
 
 
+def test_one_row_is_computed_as_it_is() -> None:
+    """The words of the generator, which dropout reads, are no rows."""
+    one = trial(Small, 1, 3)
+    assert not any(in_chunks(one.step).values())
+    assert one.is_right(one.step)
+
+
 def test_one_rank_has_nothing_to_wait_for() -> None:
     assert not in_chunks(trial(Attentive, 3, 2, tp=1).step)
 

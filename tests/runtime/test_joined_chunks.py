@@ -10,9 +10,10 @@ from torch import Tensor
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fxpar.ir.program import output_node
 from fxpar.ops.token_chunks import chunks_joined
 from fxpar.plan.plan import Plan
-from fxpar.runtime.inductor import Inductor
+from fxpar.runtime.inductor import Inductor, _keep_joined, _name_inputs, _traced
 
 
 def parts(x: Tensor, counts: Sequence[int], dim: int = 0) -> list[Tensor]:
@@ -76,3 +77,30 @@ def test_a_backward_finds_them_together() -> None:
     for result, other in zip([*results, gradient], step(*values), strict=True):
         torch.testing.assert_close(result, other)
     assert results[0].untyped_storage().data_ptr() == saved.untyped_storage().data_ptr()
+
+
+def test_what_the_forward_alone_reads_is_not_kept() -> None:
+    def step(x: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
+        whole = chunks_joined([chunk.sin() for chunk in parts(x, (2, 2))], 0)
+        return [(whole @ w).exp(), dy * 2]
+
+    values = [torch.randn(4, 6), torch.randn(6, 5), torch.randn(4, 5)]
+    with FakeTensorMode() as mode:
+        fakes = [torch.empty(value.shape) for value in values]
+    graph = _traced(step, fakes, mode)
+    _name_inputs(graph.graph, 2)
+    assert _keep_joined(graph.graph, "tangents_", 1) == 0
+    assert len(output_node(graph.graph).args[0]) == 2  # type: ignore[arg-type]
+
+
+def test_other_bits_of_a_chunk_are_copied() -> None:
+    def step(x: Tensor, w: Tensor) -> list[Tensor]:
+        return [chunks_joined([(chunk @ w).view(torch.int32) for chunk in parts(x, (1, 2))], 0)]
+
+    values = [torch.randn(3, 4), torch.randn(4, 8)]
+    with FakeTensorMode() as mode:
+        fakes = [torch.empty(value.shape) for value in values]
+    with fresh_cache():
+        run = Inductor(Plan()).alone(step, fakes, mode, backward=False)
+    (whole,) = run([*values])
+    torch.testing.assert_close(whole.view(torch.float32), values[0] @ values[1])

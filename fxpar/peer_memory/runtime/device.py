@@ -108,11 +108,11 @@ class GpuSymmetricBuffer(SymmetricBuffer):
         self._enter(buffer, 0)
         try:
             yield
-        finally:
+        finally:  # what was sent stays until it is there, where another copy fails too
             self._lane = None
-        for lane in busy:
-            done[lane].record(self._lanes[lane])
-        self._under_way[buffer] = sent
+            for lane in busy:
+                done[lane].record(self._lanes[lane])
+            self._under_way[buffer] = sent
 
     def _enter(self, buffer: int, lane: int) -> None:
         if lane not in self._busy[buffer]:
