@@ -43,7 +43,7 @@ class Cost(OptionGroup):
 
     bandwidth: float = 320e9
     latency: float = 5e-6
-    flops: float = 780e12
+    flops: float = 600e12
     memory: float = 4e12
     least_copy: float = 1e6
     copy_latency: float = 3e-5

@@ -9,7 +9,6 @@ import pytest
 
 from fxpar.errors import CheckFailed, FxparError
 from fxpar.ir.program import Program
-from fxpar.plan.cost import Cost
 from fxpar.plan.plan_options import Communication
 from fxpar.signatures.check_cache import facts_of
 from fxpar.text.parsing import parse_program
@@ -24,9 +23,7 @@ _BUILDS = {"small": Small, "attentive": Attentive}
 @cache
 def step(name: str, rows: int) -> str:
     """The step in two chunks, on two ranks."""
-    # By the default a model as small as this one is not worth a split.
-    cost = Cost(flops=1e14)
-    return print_program(Trial(_BUILDS[name], rows, tp=2, communication=Communication(token_chunks=2), cost=cost).step)
+    return print_program(Trial(_BUILDS[name], rows, tp=2, communication=Communication(token_chunks=2)).step)
 
 
 def rejection(program: Program) -> str:
