@@ -16,6 +16,7 @@ from fxpar.compile import compile_program
 from fxpar.cost.capturable import capture_regions
 from fxpar.cost.communication import collectives
 from fxpar.errors import CheckFailed, FxparError, InputError, PlanError
+from fxpar.experts.compiler.slot_prices import cheapest, slot_prices
 from fxpar.experts.operators.replicas import simulate_replicas
 from fxpar.experts.operators.replicated_weights import add_replicas, replicate_experts
 from fxpar.ir.program import Program
@@ -324,6 +325,15 @@ def test_a_number_of_slots_is_left_to_loads(tmp_path: Path, loads: list[int], co
     assert program.plan == plan.replace(experts=Experts(spare_experts=slots))
     assert ("fxpar.replicate_experts" in print_program(program)) == bool(slots)
     assert compared(program, "one").ok
+
+
+def test_of_few_pairs_no_expert_has_one() -> None:
+    """Shares of fewer than half a pair are none: nothing is full then, and slots save nothing."""
+    plan = Plan(dp=2, ep=2, experts=spare(min_gain=None))
+    words = {name: value[:2] for name, value in rolled().items()}
+    prices = slot_prices(capture(Routed(experts=64, choices=1), words, plan).program, 1.0)
+    assert {price.fullest for price in prices} == {1.0}
+    assert cheapest(prices).slots == 0
 
 
 @pytest.mark.parametrize(

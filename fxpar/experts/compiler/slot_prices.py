@@ -147,7 +147,7 @@ def _price(program: Program, layers: Sequence[Routed], shares: Sequence[Sequence
             loads, replicas = figures.after, replicas + figures.slots
             whole = [ranks * slots * count * part for count in weights]
             sending += sum(collective_seconds(op, ranks, of, cost, cost.latency) for op in _TRIPS for of in whole)
-        fullest = max(fullest, max(loads) * ranks / sum(loads))
+        fullest = max(fullest, max(loads) * ranks / max(sum(loads), 1))  # of few pairs each share may be none
         computing += max(loads) * part * pair_seconds(program, layer)
         size = max(size, round(slots * sum(weights) * part))
     return SlotPrice(slots, fullest, replicas, computing, sending, size)
