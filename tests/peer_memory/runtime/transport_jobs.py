@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -207,6 +208,9 @@ def each_kind(dtype: torch.dtype, shape: tuple[int, ...]) -> list[str]:
             process_group.put_in_places(process_group.start_exchange(x, *cut, group, size), 0, cut[1]),
         ),
     }
+    with mock.patch.object(peer_copies, "_WIDE", 0):  # rows of blocks are copied where they lie, however few bytes
+        apart = peer_copies.scattered(peer_copies.start_scatter(x, *cut, size, name, 8), *cut, name, 8)
+    found["scatter of rows that lie apart"] = apart, found["scatter"][1]
     odd = [kind for kind, (own, other) in found.items() if not torch.equal(own, other)]
     symmetric_buffer.close([name])
     return odd
