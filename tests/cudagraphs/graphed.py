@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import fxpar
 from fxpar.runtime.prefetch import poison
 from fxpar.runtime.sharded import local_of
+from tests.passes.experts import WIDTH, Routed
 
 VOCABULARY = 256
 
@@ -44,17 +45,39 @@ def mixtral(size: int = 32, layers: int = 1) -> nn.Module:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**options))
 
 
-def mixtral_with_hot_experts() -> nn.Module:
+class SmallExperts(Routed):
+    """One layer of experts with dropout between words and a head: what is traced in little time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        with torch.no_grad():
+            self.router.weight.mul_(8.0)  # loads are uneven, and differ from step to step
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"loss": super().forward(input_ids, labels)}
+
+
+def _lead(embedded: Tensor, gate: Tensor, by: float) -> None:
     """Sends tokens of the vocabulary's first half to the two experts of one rank of two, the others to the rest."""
-    model: Any = mixtral()
     with torch.no_grad():
-        embedded, gate = model.model.embed_tokens.weight, model.model.layers[0].mlp.gate.weight
         direction = embedded[0].sign()
-        embedded.view(2, -1, len(direction))[0] += 0.1 * direction
-        embedded.view(2, -1, len(direction))[1] -= 0.1 * direction
-        gate[:2] += 0.1 * direction
-        gate[2:] -= 0.1 * direction
+        embedded.view(2, -1, len(direction))[0] += by * direction
+        embedded.view(2, -1, len(direction))[1] -= by * direction
+        gate[:2] += by * direction
+        gate[2:] -= by * direction
+
+
+def mixtral_with_hot_experts() -> nn.Module:
+    model: Any = mixtral()
+    _lead(model.model.embed_tokens.weight, model.model.layers[0].mlp.gate.weight, 0.1)
     return model  # type: ignore[no-any-return]
+
+
+def small_with_hot_experts() -> nn.Module:
+    model = SmallExperts()
+    _lead(model.words.weight, model.router.weight, 2.0)
+    return model
 
 
 def deepseek_v3(size: int = 32, layers: int = 2) -> nn.Module:
@@ -252,7 +275,7 @@ def equal_where_rows_are_counted(
     return plain == graphed, graphed.figures, plain.losses
 
 
-def equal_with_replicas(impl: str, plan: dict[str, Any]) -> tuple[bool, Any, list[Any]]:
+def equal_with_replicas(build: Callable[[], nn.Module], impl: str, plan: dict[str, Any]) -> tuple[bool, Any, list[Any]]:
     """On each rank: whether a training with replicas of hot experts and graphs is the one without graphs, its
     figures, and the loads of its steps but the last. The experts of one rank are hot in even steps, of the other in
     odd ones, so that replays need other weights in the slots than the step that was recorded.
@@ -269,6 +292,6 @@ def equal_with_replicas(impl: str, plan: dict[str, Any]) -> tuple[bool, Any, lis
             loads.extend(model.report().loads)
 
     plan = {"dp": 2, "ep": 2, **plan}
-    plain = train(mixtral_with_hot_experts, batches, **plan)
-    graphed = train(mixtral_with_hot_experts, batches, impl, touch=note, **plan)
+    plain = train(build, batches, **plan)
+    graphed = train(build, batches, impl, touch=note, **plan)
     return plain == graphed, graphed.figures, loads

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import nn
 
 from fxpar import Experts
-from tests.cudagraphs.graphed import equal_with_replicas
+from tests.cudagraphs.graphed import equal_with_replicas, mixtral_with_hot_experts, small_with_hot_experts
 from tests.runtime.world import World
 
 matrix = pytest.mark.matrix
 
 
 @pytest.mark.parametrize(
-    ("impl", "dispatch", "plan", "graphs"),
+    ("build", "impl", "dispatch", "plan", "graphs"),
     [
-        ("full_iteration", "static", {}, 2),
+        (small_with_hot_experts, "full_iteration", "static", {}, 2),
         # Two more than without replicas: both weights of experts are sent again in the backward.
-        ("partial", "dropless", {}, 9),
-        pytest.param("full_iteration", "alltoall", {}, 2, marks=matrix),
-        pytest.param("full_iteration", "static", {"inside": True}, 2, marks=matrix),
-        pytest.param("partial", "static", {}, 3, marks=matrix),
+        (small_with_hot_experts, "partial", "dropless", {}, 9),
+        pytest.param(mixtral_with_hot_experts, "full_iteration", "static", {}, 2, marks=matrix),
+        pytest.param(mixtral_with_hot_experts, "partial", "dropless", {}, 9, marks=matrix),
+        pytest.param(mixtral_with_hot_experts, "full_iteration", "alltoall", {}, 2, marks=matrix),
+        pytest.param(mixtral_with_hot_experts, "full_iteration", "static", {"inside": True}, 2, marks=matrix),
+        pytest.param(mixtral_with_hot_experts, "partial", "static", {}, 3, marks=matrix),
     ],
 )
 def test_a_training_is_the_same_to_the_bit(
-    world2: World, impl: str, dispatch: str, plan: dict[str, Any], graphs: int
+    world2: World, build: Callable[[], nn.Module], impl: str, dispatch: str, plan: dict[str, Any], graphs: int
 ) -> None:
     plan = {"experts": Experts(dispatch, spare_experts=1, min_gain=0), **plan}
-    for same, figures, loads in world2.run(equal_with_replicas, impl, plan):
+    for same, figures, loads in world2.run(equal_with_replicas, build, impl, plan):
         assert same
         assert figures.graphs == graphs
         assert len(loads) == 6

@@ -18,11 +18,13 @@ INTERLEAVED = {"pp": 2, "virtual_stages": 2, "microbatches": 4}
 PLANS: list[tuple[dict[str, Any], tuple[int, int]]] = [({"pp": 2}, (2, 2)), (INTERLEAVED, (2, 2)), (SPLIT, (2, 3))]
 
 
+@pytest.mark.parametrize(
+    "counts", [(2, 2, 4, 8, 4), pytest.param((2, 2, 4, 8, 8, 16, 64, 4), marks=pytest.mark.matrix)], ids=len
+)
 @pytest.mark.parametrize(("plan", "parts"), PLANS, ids=["1f1b", "interleaved_1f1b", "zb_h1"])
 def test_stages_have_graphs_for_each_slot_of_the_schedule(
-    world2: World, plan: dict[str, Any], parts: tuple[int, int]
+    world2: World, counts: tuple[int, ...], plan: dict[str, Any], parts: tuple[int, int]
 ) -> None:
-    counts = (2, 2, 4, 8, 8, 16, 64, 4)
     for compared, graphs in zip(world2.run(stages.compare, counts, plan), parts, strict=True):
         assert compared.is_equal
         # What a step lacks is there at its end, and past the ramp no further microbatch lacks any.

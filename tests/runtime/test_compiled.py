@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fxpar.plan.plan_options import Recompute
-from tests.cudagraphs.graphed import deepseek_v3, mixtral
+from tests.cudagraphs.graphed import SmallExperts, deepseek_v3, mixtral
 from tests.runtime import compiled
 from tests.runtime.test_training import assert_same
 from tests.runtime.world import World
@@ -118,7 +118,8 @@ def test_steps_of_many_lengths_under_other_plans(world2: World, more: dict[str, 
 @pytest.mark.parametrize(
     ("build", "options", "lengths", "steps"),
     [
-        (mixtral, {}, (5, 5, 5), [0, 1, 1]),
+        (SmallExperts, {}, (5, 5, 5), [0, 1, 1]),
+        pytest.param(mixtral, {}, (5, 5, 5), [0, 1, 1], marks=pytest.mark.matrix),
         pytest.param(mixtral, {}, (5, 6, 7, 3, 5), [0, 1, 2, 2, 2], marks=pytest.mark.matrix),
         pytest.param(deepseek_v3, {}, (5, 5, 5), [0, 1, 1], marks=pytest.mark.matrix),
         pytest.param(
@@ -149,7 +150,7 @@ def test_experts_without_drops_are_compiled_once_for_all_loads(
         assert once > 2  # what stands before experts and after them, forward and backward
         assert before == [once * count for count in steps]
         assert end < 2 * once * max(steps)  # of evaluations the forward
-        assert len(results["rows"]) > len(lengths)
+        assert len(results["rows"]) >= len(lengths)
 
 
 @pytest.mark.matrix
