@@ -30,7 +30,7 @@ def test_microbatches_of_one_process(reduction: str) -> None:
     ("reduction", "parts"),
     [
         ("mean", [(0, 1, 4, 5), (2, 3, 6, 7)]),
-        ("token", [(0, 1, 4, 5), (2, 3, 6, 7)]),
+        pytest.param("token", [(0, 1, 4, 5), (2, 3, 6, 7)], marks=pytest.mark.matrix),
         ("sum", [(0, 1), (2, 3), (4, 5), (6, 7)]),  # a mean of each rank's own
     ],
 )

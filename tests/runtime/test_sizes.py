@@ -8,7 +8,7 @@ from tests.runtime import size_jobs
 from tests.runtime.world import World
 
 
-@pytest.mark.parametrize("tp", [2, 1], ids=["tp", "dp"])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.matrix), 1], ids=["tp", "dp"])
 def test_each_length_has_a_program_up_to_the_most(world2: World, tp: int) -> None:
     for found in world2.run(size_jobs.steps, tp):
         assert found["worst"] < 1e-12
