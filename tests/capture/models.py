@@ -113,12 +113,17 @@ def faithful(model: nn.Module, batch: Any, loss: Callable[..., Any] | str | None
         others: further batches, on which they must agree too.
     """
     captured = capture(model, batch, loss=loss)
-    canonical = PassManager([canonicalize]).run(captured.program)
-    for each in (batch, *others):
-        wanted = eager(captured, model, each)
-        close(wanted, run(captured, model, each))
-        close(wanted, run(captured, model, each, canonical))
+    agree(captured, model, batch, *others)
     return captured
+
+
+def agree(captured: Captured, model: nn.Module, *batches: Any) -> None:
+    """Asserts that the captured and the canonical program are the model on these batches."""
+    canonical = PassManager([canonicalize]).run(captured.program)
+    for batch in batches:
+        wanted = eager(captured, model, batch)
+        close(wanted, run(captured, model, batch))
+        close(wanted, run(captured, model, batch, canonical))
 
 
 def operator_name(node: fx.Node) -> str:

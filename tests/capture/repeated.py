@@ -14,6 +14,7 @@ from tests.zoo import VOCABULARY, NanoGPT, encoder_batch, encoder_loss, nano_bat
 LAYERS = 3
 _SIZES = {"hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 80, "num_hidden_layers": LAYERS}
 _GROUPED = {**_SIZES, "num_key_value_heads": 2}
+_TWO = {**_GROUPED, "num_hidden_layers": 2}
 
 
 def _lm(kind: str, **options: Any) -> Callable[[], nn.Module]:
@@ -80,7 +81,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Any]] = {
         tokens,
         None,
     ),
-    "mixtral": (_lm("Mixtral", **_GROUPED, num_local_experts=4, output_router_logits=False), tokens, None),
+    "mixtral": (_lm("Mixtral", **_TWO, num_local_experts=4, output_router_logits=False), tokens, None),
     "mixtral with router logits": (
         _lm("Mixtral", **_GROUPED, num_local_experts=4, output_router_logits=True),
         tokens,

@@ -72,9 +72,9 @@ def same(make: Callable[[], tuple[nn.Module, Any, Any]]) -> int:
 NONE = {"gpt2 scaled by its index", "falcon", "mixtral with router logits", "albert"}
 
 
-# Each kind of layer once: plain, checkpointed, experts; and in evaluation, where models differ by their dropout alone.
-# Layers that know their index, and shared ones, have tests of their own.
-FEW = {*((name, True) for name in ("gpt2", "gpt2 checkpointed", "mixtral")), ("encoder", False)}
+# Each kind of layer once: checkpointed, experts; and in evaluation, where models differ by their dropout alone.
+# Plain layers, those that know their index, and shared ones have tests of their own.
+FEW = {*((name, True) for name in ("gpt2 checkpointed", "mixtral")), ("encoder", False)}
 
 
 @pytest.mark.parametrize(("name", "training"), few(itertools.product(MODELS, (True, False)), FEW))
@@ -109,7 +109,7 @@ class Stack(nn.Module):
     """Layers one after the other."""
 
     def __init__(
-        self, function: Callable[..., Any], count: int = 5, run: Callable[[Any, Tensor], Tensor] = _in_turn
+        self, function: Callable[..., Any], count: int = 4, run: Callable[[Any, Tensor], Tensor] = _in_turn
     ) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4)  # what comes out of a layer has a gradient, what goes into the first one should
@@ -141,7 +141,7 @@ def plain(m: Layer, x: Tensor, *others: Any) -> Any:
 
 
 def test_equal_layers_are_copied_whatever_they_do_not_read() -> None:
-    assert copied(plain) == 4
+    assert copied(plain) == 3
 
 
 def each(name: str, value: Callable[[Any, int], Any]) -> Callable[[Any], None]:
@@ -165,7 +165,7 @@ def passing(argument: Callable[[int, Tensor], Any]) -> Callable[[Any, Tensor], T
     return run
 
 
-# Of five layers how many are copied: the layer's forward, what is changed in the model, and how layers are called.
+# Of four layers how many are copied: the layer's forward, what is changed in the model, and how layers are called.
 OTHERS: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
     "a branch on the index": (0, lambda m, x: m.mlp(x) if m.index % 2 else m.mlp(x).sin(), {}),
     "the index in vars": (0, lambda m, x: m.mlp(x) * (vars(m)["index"] + 1), {}),
@@ -176,14 +176,14 @@ OTHERS: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
         {"change": each("scale", lambda model, i: SimpleNamespace(by=1.0 if i < 3 else 2.0))},
     ),
     "one number of layers 0 and 1, another of the others": (
-        3,
+        2,
         lambda m, x: m.mlp(x) * m.scale,
         {"change": each("scale", lambda model, i: 0.5 if i < 2 else 0.25)},
     ),
     "dropout": (0, plain, {"change": each("drop", lambda model, i: nn.Dropout(0.1 * i))}),
-    "one in evaluation": (3, plain, {"change": lambda model: model.layers[1].eval()}),
-    "one frozen": (3, plain, {"change": lambda model: model.layers[2].up.weight.requires_grad_(False)}),
-    "one without a bias": (3, plain, {"change": lambda model: setattr(model.layers[3].up, "bias", None)}),
+    "one in evaluation": (2, plain, {"change": lambda model: model.layers[1].eval()}),
+    "one frozen": (2, plain, {"change": lambda model: model.layers[2].up.weight.requires_grad_(False)}),
+    "one without a bias": (2, plain, {"change": lambda model: setattr(model.layers[3].up, "bias", None)}),
     "a tensor of its own": (
         0,
         lambda m, x: m.mlp(x) * m.table,
@@ -199,9 +199,9 @@ OTHERS: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
         lambda m, x: m.mlp(x) * (2 if m is m.parent[0].layers[1] else 1),
         {"change": each("parent", lambda model, i: (model,))},
     ),
-    "a flag": (3, lambda m, x, late: m.mlp(x) if late else m.mlp(x).sin(), {"run": passing(lambda i, x: i > 2)}),
+    "a flag": (2, lambda m, x, late: m.mlp(x) if late else m.mlp(x).sin(), {"run": passing(lambda i, x: i > 2)}),
     "one value twice": (
-        3,
+        2,
         lambda m, x, y: m.mlp(x) if x is y else m.mlp(y),
         {"run": passing(lambda i, x: x if i < 3 else x + 1)},
     ),
@@ -209,7 +209,12 @@ OTHERS: dict[str, tuple[int, Callable[..., Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+# What others resemble is in the matrix: attributes that are read in another way, and further parts of a layer.
+SIMILAR = ("the index in vars", "the index in __dict__", "one without a bias", "a tensor of its own", "an object")
+EVERY_TIME = [name for name in OTHERS if name not in SIMILAR]
+
+
+@pytest.mark.parametrize("name", few(OTHERS, EVERY_TIME))
 def test_what_differs_is_traced(name: str) -> None:
     count, function, options = OTHERS[name]
     assert copied(function, **options) == count
@@ -275,7 +280,7 @@ def test_tied_weights_and_layers_that_are_called_twice() -> None:
             x = layer(x)
         return x
 
-    assert copied(plain, run=twice) == 9
+    assert copied(plain, run=twice) == 7
 
 
 def test_a_layer_that_knows_which_one_it_is_is_traced() -> None:
@@ -313,7 +318,7 @@ def test_changes_in_place_are_those_of_a_trace() -> None:
         return x
 
     assert copied(adding) == 0
-    assert copied(lambda m, x: m.mlp(x).mul_(2)) <= 4
+    assert copied(lambda m, x: m.mlp(x).mul_(2)) <= 3
 
     def after(model: Any, x: Tensor) -> Tensor:
         for layer in model.layers:
@@ -321,7 +326,7 @@ def test_changes_in_place_are_those_of_a_trace() -> None:
             x += 1
         return x
 
-    assert copied(plain, run=after) == 4
+    assert copied(plain, run=after) == 3
 
 
 def test_modes_and_lines_around_a_call() -> None:
@@ -333,7 +338,7 @@ def test_modes_and_lines_around_a_call() -> None:
             x = x + c(x)
         return e(d(x))  # type: ignore[no-any-return]
 
-    assert copied(plain, run=unrolled) == 0
+    assert copied(plain, run=unrolled, count=5) == 0
 
     def partly(model: Any, x: Tensor) -> Tensor:
         for i, layer in enumerate(model.layers):
@@ -341,7 +346,7 @@ def test_modes_and_lines_around_a_call() -> None:
                 x = layer(x)
         return model.layers[-1](x)  # type: ignore[no-any-return]
 
-    assert copied(plain, run=partly) == 2  # nor has what goes into the last one a gradient
+    assert copied(plain, run=partly, count=5) == 2  # nor has what goes into the last one a gradient
 
 
 def test_checkpointed_regions_have_numbers_of_their_own() -> None:
@@ -350,19 +355,19 @@ def test_checkpointed_regions_have_numbers_of_their_own() -> None:
             x = checkpoint(layer, x, use_reentrant=False)
         return x
 
-    assert copied(plain, run=run) == 4
-    assert copied(lambda m, x: checkpoint(m.mlp, x, use_reentrant=False).sin()) == 4
+    assert copied(plain, run=run) == 3
+    assert copied(lambda m, x: checkpoint(m.mlp, x, use_reentrant=False).sin()) == 3
 
 
 def test_functions_of_the_author_are_kept_in_each_layer() -> None:
-    assert copied(lambda m, x: m.mlp(Seven.apply(x))) == 4  # type: ignore[no-untyped-call]
+    assert copied(lambda m, x: m.mlp(Seven.apply(x))) == 3  # type: ignore[no-untyped-call]
 
 
 def test_a_hook_on_one_layer_is_seen() -> None:
     def hooked(model: Any) -> None:
         model.layers[2].up.register_forward_hook(lambda module, args, output: output * 2)
 
-    assert copied(plain, hooked) == 3
+    assert copied(plain, hooked) == 2
     model = Stack(plain)
     layer: Any = model.layers[3]
     layer.up.weight.register_hook(lambda gradient: gradient * 2)
@@ -383,7 +388,7 @@ def test_what_only_runs_can_tell_apart_is_traced() -> None:
     assert copied(hidden) == 0
 
     def counting(m: Layer, x: Tensor, box: list[int] = []) -> Any:  # noqa: B006
-        box[:] = [len(box) and (box[0] + 1) % 5]
+        box[:] = [len(box) and (box[0] + 1) % 4]
         return m.mlp(x) * (1 + box[0])
 
     assert copied(counting) == 0
@@ -407,6 +412,6 @@ def test_outputs_that_their_caller_changes_or_that_are_parts() -> None:
         return m.mlp(x), container, container
 
     assert copied(same_container, run=twice) == 0
-    assert copied(lambda m, x: {"x": m.mlp(x)}, run=filled) == 4
+    assert copied(lambda m, x: {"x": m.mlp(x)}, run=filled) == 3
     assert copied(lambda m, x: torch.cat([m.mlp(x), x], -1)[..., 4:]) == 0
     assert copied(lambda m, x: m.mlp(x).reshape(x.shape[0], x.shape[1], -1)) == 0

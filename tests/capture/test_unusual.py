@@ -13,7 +13,7 @@ from fxpar.capture.capture import capture
 from fxpar.capture.recording import NAMESPACE
 from fxpar.errors import InputError
 from fxpar.verify import faithful as values
-from tests.capture.models import example, faithful, net
+from tests.capture.models import agree, example, net
 from tests.capture.unusual import MODELS
 
 
@@ -37,8 +37,8 @@ def test_right_or_refused(name: str) -> None:
     model = net(forward)
     attributes = [dict(vars(module)) for module in model.modules()]
     before = process()
-    if not reason:
-        captured = capture(model, example())
+    captured = None if reason else capture(model, example())
+    if captured is not None:
         assert values.compare(captured, model, example()) == ""
     else:
         with pytest.raises(InputError, match=reason) as error:
@@ -48,5 +48,5 @@ def test_right_or_refused(name: str) -> None:
     assert process() == before
     assert [dict(vars(module)) for module in model.modules()] == attributes
     assert all(type(p.data) is torch.Tensor and p.grad is None for p in model.parameters())
-    if not reason:
-        faithful(model, example())
+    if captured is not None:
+        agree(captured, model, example())
