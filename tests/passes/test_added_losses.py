@@ -16,6 +16,7 @@ from fxpar.plan.plan import Plan
 from fxpar.plan.plan_options import Operators
 from fxpar.text.printing import print_program
 from fxpar.verification import expect, verify
+from tests.products import few
 from tests.runtime.added_jobs import NAME, AddLoss, Routed, batch
 
 
@@ -99,7 +100,7 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", PLANS, ids=str)
+@pytest.mark.parametrize("options", few(PLANS, PLANS[:3:2]), ids=str)
 def test_ranks_have_the_gradients_of_one_device(options: dict[str, Any]) -> None:
     expect(verify(Routed().double(), batch(), Plan(operators=Operators(added_losses=("*.AddLoss",)), **options)))
 

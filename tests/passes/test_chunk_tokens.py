@@ -371,9 +371,7 @@ _PLANS: dict[str, dict[str, Any]] = {
 _SOMETIMES = [(name, plan) for name in _ARCHITECTURES for plan in _PLANS]
 
 
-@pytest.mark.parametrize(
-    ("name", "plan"), few(_SOMETIMES, [("llama", "sequence"), ("gpt2", "tensor"), ("bert", "tensor")])
-)
+@pytest.mark.parametrize(("name", "plan"), few(_SOMETIMES, [("llama", "sequence"), ("bert", "tensor")]))
 def test_architectures(name: str, plan: str) -> None:
     """Three chunks of five or, on ranks that share out the batch, of ten rows."""
     chosen = _PLANS[plan]

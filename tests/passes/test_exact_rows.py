@@ -37,10 +37,11 @@ MODELS = (
 plan = partial(expert_plan, dispatch="dropless")
 
 
+# Every time ranks train a Mixtral so (tests/runtime/test_experts.py).
 CASES = itertools.product(MODELS, ((2, 1, 1, 2), (2, 1, 2, 1)))
 
 
-@pytest.mark.parametrize(("spec", "mesh"), few(CASES, [(MODELS[3], (2, 1, 1, 2))]))
+@pytest.mark.parametrize(("spec", "mesh"), few(CASES, []))
 def test_models_are_the_single_device_s(spec: str, mesh: tuple[int, int, int, int]) -> None:
     built = model(spec)
     example = {name: torch.cat((value, value.roll(1, 0)))[:4] for name, value in built.batch.items()}

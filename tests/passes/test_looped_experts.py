@@ -21,7 +21,7 @@ from fxpar.verification import expect, verify
 from fxpar.verify.faithful import compare
 from tests.passes.experts import check_text, operators, recognized, rolled
 from tests.passes.looped_layer import EXPERTS, FORMS, PICKED_MUTANTS, WIDTH, Looped
-from tests.products import few
+from tests.products import alternate, few
 
 PLANS: list[dict[str, Any]] = [
     {"dp": 2, "ep": 2},
@@ -61,7 +61,7 @@ def test_all_of_it_is_of_rows(form: str) -> None:
     assert found == each | ({"fxpar.expand_by_expert": biases} if biases else {})
 
 
-@pytest.mark.parametrize("form", sorted(PICKED_MUTANTS))
+@pytest.mark.parametrize("form", alternate(sorted(PICKED_MUTANTS), 0))
 def test_rows_that_are_picked_otherwise_are_refused(form: str) -> None:
     captured = capture(Looped(form), rolled(), Plan()).program
     assert parse_program(print_program(captured)).counted == captured.counted
@@ -93,7 +93,7 @@ class Layers(nn.Module):
 
     def __init__(self, form: str) -> None:
         super().__init__()
-        self.words, self.layers = nn.Embedding(16, WIDTH), nn.ModuleList(Layer(form) for _ in range(3))
+        self.words, self.layers = nn.Embedding(16, WIDTH), nn.ModuleList(Layer(form) for _ in range(2))
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.words(ids)
@@ -113,7 +113,7 @@ class Layer(Looped):
 def test_several_layers(form: str) -> None:
     torch.manual_seed(0)
     model = Layers(form).double()
-    assert operators(recognized(model, rolled()))["fxpar.moe_combine"] == 3
+    assert operators(recognized(model, rolled()))["fxpar.moe_combine"] == 2
     expect(verify(model, rolled(), Plan(dp=2, ep=2)))
 
 

@@ -22,7 +22,7 @@ from fxpar.passes.outline_layers import outline_layers
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import verify_static
-from tests.products import few
+from tests.products import few, product
 from tests.zoo import CASES, SIZES, VOCABULARY, tokens
 
 _LAYERS = """\
@@ -183,9 +183,9 @@ def _llama(layers: int) -> transformers.LlamaConfig:
     return transformers.LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **sizes)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize(
-    ("config", "model"), [(_gpt2(3), transformers.GPT2LMHeadModel), (_llama(3), transformers.LlamaForCausalLM)]
+@product(
+    config__model=[(_gpt2(3), transformers.GPT2LMHeadModel), (_llama(3), transformers.LlamaForCausalLM)],
+    sequence_parallel=[True, False],
 )
 def test_a_layer_ends_behind_the_norm_of_the_next(
     config: transformers.PretrainedConfig, model: type, sequence_parallel: bool

@@ -74,9 +74,7 @@ EVERY_TIME = [
     (*RUNS[0], "one"),
     (*RUNS[1], "learned"),
     (*RUNS[2], "some"),
-    (*RUNS[4], "one"),
     (*RUNS[9], "one"),
-    (*RUNS[10], "one"),
     (*RUNS[14], "one"),
 ]
 
@@ -127,7 +125,7 @@ MODEL_CASES = [
 
 @pytest.mark.parametrize(
     ("spec", "mesh", "routing"),
-    few(MODEL_CASES, [(MODELS[0], (2, 1, 1, 2), "hot"), (MODELS[1], (2, 2, 2, 2), "empty")]),
+    few(MODEL_CASES, [(MODELS[0], (2, 1, 1, 2), "hot")]),
 )
 def test_models_are_the_single_device_s(spec: str, mesh: Mesh, routing: str) -> None:
     built = _routed(spec, routing)
@@ -145,7 +143,7 @@ LIMITS: list[dict[str, Any]] = [
 LIMITED = [(mesh, limit) for mesh in ({"dp": 2, "ep": 2}, {"dp": 2, "tp": 2, "ep": 4, "etp": 1}) for limit in LIMITS]
 
 
-@pytest.mark.parametrize(("mesh", "limit"), few(LIMITED, [LIMITED[0], LIMITED[6]]))
+@pytest.mark.parametrize(("mesh", "limit"), few(LIMITED, [LIMITED[6]]))
 def test_what_a_capacity_drops_stays_dropped(mesh: dict[str, Any], limit: dict[str, Any]) -> None:
     """An expert takes no more rows of a source because it has a replica."""
     plan = Plan(**mesh, experts=spare(**limit))
