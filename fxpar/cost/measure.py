@@ -35,6 +35,7 @@ from fxpar.ir.program import Program, ScalarType, has_note, note, output_layouts
 from fxpar.ir.step import RECOMPUTE, RNG_PATH, output_of, parameter_gradients
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
+from fxpar.ops.counter import without_bits
 from fxpar.ops.lower import Lowered, lower
 from fxpar.ops.process_group import Group
 
@@ -50,7 +51,7 @@ _UNCOUNTABLE = (
 def _on_fakes(reason: str, where: str, remedy: str) -> Iterator[None]:
     """Has operators run on fake tensors; refuses what has a size that only values tell, for a reason."""
     try:
-        with FakeTensorMode(), torch.no_grad():
+        with FakeTensorMode(), torch.no_grad(), without_bits():
             yield
     except _UNCOUNTABLE as error:
         text = f"{reason} cannot be counted without values: {str(error).splitlines()[0]}"

@@ -8,8 +8,10 @@ Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -19,6 +21,21 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
+# How often words are mixed.
+_ROUNDS = ContextVar("rounds", default=10)
+
+
+@contextlib.contextmanager
+def without_bits() -> Iterator[None]:
+    """Mixes words four times inside, for programs that run on fake tensors and whose memory is counted.
+
+    From the third round on all words have the full shape, and every round takes the memory of the last one.
+    """
+    token = _ROUNDS.set(4)
+    try:
+        yield
+    finally:
+        _ROUNDS.reset(token)
 
 
 class IndexCut(NamedTuple):
@@ -119,7 +136,7 @@ def _drawn(index: Tensor, rng: Tensor, origin: int | Tensor) -> tuple[Tensor, Te
         step & _MASK,
         (microbatch + ((index >> 34) << 16)) & _MASK,
     )
-    return philox(counter, (seed & _MASK, (seed >> 32) & _MASK))
+    return philox(counter, (seed & _MASK, (seed >> 32) & _MASK), _ROUNDS.get())
 
 
 def dropout(x: Tensor, rng: Tensor, p: float, origin: int | Tensor, cuts: Sequence[IndexCut]) -> Tensor:

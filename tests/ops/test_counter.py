@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fxpar.cost.figures import Moment
+from fxpar.cost.measure import Ledger
 from fxpar.layout.layout import Layout, Piece, Placement
 from fxpar.layout.shards import local_block
-from fxpar.ops.counter import IndexCut, dropout, global_index, philox, random_words, uniform_like
+from fxpar.ops.counter import IndexCut, dropout, global_index, philox, random_words, uniform_like, without_bits
 from fxpar.ops.sdpa import attention_with_dropout as attention
 
 ORIGIN = 0xC0FFEE
@@ -215,3 +219,15 @@ def test_attention_without_dropout_is_pytorchs() -> None:
         query, key, value, is_causal=True, scale=0.3, enable_gqa=True
     )
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (3, 5)])
+def test_words_without_bits_take_the_memory_of_random_ones(shape: tuple[int, int]) -> None:
+    """Four neighbours of a counter, and rows that end within one."""
+
+    def most(context: contextlib.AbstractContextManager[None]) -> dict[str, Moment]:
+        with context, FakeTensorMode(), Ledger(set()) as ledger:
+            random_words(shape, torch.zeros(3, dtype=torch.int64), 7, ())
+        return ledger.peaks
+
+    assert most(without_bits()) == most(contextlib.nullcontext())
