@@ -52,6 +52,13 @@ class Reading(Deep):
         return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
 
 
+def tied() -> Deep:
+    """A model whose first and last stage have the same words."""
+    model = Deep()
+    model.head.weight = model.words.weight
+    return model
+
+
 def frozen() -> Deep:
     """A model of which the head alone is trained: no gradient travels between stages."""
     model = Deep()

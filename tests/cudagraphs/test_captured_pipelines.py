@@ -16,11 +16,11 @@ COPY: dict[str, Any] = {"communication": fxpar.Communication("copy")}
 INTERLEAVED: dict[str, Any] = {"pp": 2, "virtual_stages": 2, "microbatches": 4}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zb_h1": ({"pp": 2, "schedule": "zb_h1", **COPY}, {"evaluate": 3}),
-    "inside": (INTERLEAVED, {"inside": True}),
     # The first rank has neither gradients nor an optimizer's state, and must record when the second does.
     "frozen inside": ({"pp": 2, **COPY}, {"build": stages.frozen, "inside": True}),
 }
 MORE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "inside": (INTERLEAVED, {"inside": True}),
     "1f1b": ({"pp": 2, **COPY}, {}),
     "frozen": ({"pp": 2, **COPY}, {"build": stages.frozen}),
     "gpipe": ({"pp": 2, "schedule": "gpipe", **COPY}, {"evaluate": 3}),

@@ -17,7 +17,6 @@ from fxpar.errors import InputError, PlanError, ScheduleError
 from fxpar.pipeline.compiler.builtin_schedules import build_schedule, schedule_of
 from fxpar.pipeline.compiler.schedules import from_arrays, order_array, parse_schedule, print_schedule
 from tests.cudagraphs import engine, stages
-from tests.cudagraphs.graphed import two_layers
 from tests.products import few
 from tests.runtime.world import World
 
@@ -233,7 +232,7 @@ def test_a_first_step_that_has_failed_is_forgotten(world2: World) -> None:
 
 
 def test_tied_weights_and_evaluations_change_no_bit(world2: World) -> None:
-    for captured in world2.run(partial(capture, build=two_layers, evaluate=3), (4, 4, 4), {"pp": 2}):
+    for captured in world2.run(partial(capture, build=stages.tied, evaluate=3), (4, 4, 4), {"pp": 2}):
         assert captured.compared.is_equal
         assert captured.compared.figures.variants == 2
 

@@ -28,6 +28,7 @@ from fxpar.runtime import inductor
 from fxpar.runtime.compiled import CompiledUnits
 from fxpar.runtime.inductor import Inductor
 from tests import zoo
+from tests.products import alternate, product
 from tests.runtime.test_sent import NAME, Pair, pair
 
 __all__ = ["pair"]  # a fixture
@@ -188,8 +189,7 @@ def compiled(
     return run([*values]), taken
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("step", "count"), TAKEN, ids=[step.__name__ for step, _ in TAKEN])
+@product(step__count=TAKEN, dtype=[torch.float64, torch.bfloat16])
 def test_what_is_taken(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, step: Step, count: list[int], dtype: torch.dtype
 ) -> None:
@@ -338,7 +338,7 @@ def llama(layers: int) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-@pytest.mark.parametrize("model", [gpt2, llama])
+@pytest.mark.parametrize("model", alternate([gpt2, llama], 1))
 def test_both_sums_of_a_layer_take_the_norm_behind_them(
     model: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

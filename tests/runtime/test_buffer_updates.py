@@ -15,13 +15,13 @@ from tests.runtime.written_jobs import Found
 GRAPHS = {how: fxpar.CudaGraphs(how) for how in ("partial", "full_iteration")}
 _OTHERS = pytest.mark.matrix
 PLANS = [
-    pytest.param("convnet", fxpar.Plan(tp=2)),
+    pytest.param("convnet", fxpar.Plan(tp=2), marks=_OTHERS),
     pytest.param("convnet", fxpar.Plan(dp=2, batch_norm="global"), marks=_OTHERS),
     pytest.param("convnet", fxpar.Plan(tp=2, cuda_graphs=GRAPHS["partial"])),
     pytest.param("convnet", fxpar.Plan(dp=2, batch_norm="global", cuda_graphs=GRAPHS["full_iteration"])),
     pytest.param("convnet", fxpar.Plan(pp=2)),
     pytest.param("codebook", fxpar.Plan(tp=2), marks=_OTHERS),
-    pytest.param("codebook", fxpar.Plan(dp=2)),
+    pytest.param("codebook", fxpar.Plan(dp=2), marks=_OTHERS),
     pytest.param("counted", fxpar.Plan(dp=2)),
 ]
 

@@ -15,6 +15,7 @@ import fxpar
 from fxpar.runtime.calls import LoweredStep, StepCalls, UnitCall
 from fxpar.runtime.grad_buffers import MicrobatchSum, Waiting
 from tests.cudagraphs import stages
+from tests.products import product
 from tests.runtime.test_placed_products import Net
 from tests.runtime.world import World
 
@@ -109,8 +110,7 @@ def counted(plan: dict[str, Any], count: int) -> tuple[int, int]:
     return adds.products[square], adds.kernels[square]
 
 
-@pytest.mark.parametrize("impl", ["none", "partial"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@product(schedule=["1f1b", "zb_h1"], impl=["none", "partial"])
 def test_stages_of_a_pipeline_add_in_products(world2: World, schedule: str, impl: str) -> None:
     """A replay of the stand-in makes the same calls."""
     plan = {"schedule": schedule, "cuda_graphs": fxpar.CudaGraphs(impl)}

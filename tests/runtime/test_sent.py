@@ -18,6 +18,7 @@ from fxpar.peer_memory.compiler import symmetric_buffer
 from fxpar.peer_memory.compiler.symmetric_buffer import SymmetricBuffer
 from fxpar.plan.plan import Plan
 from fxpar.runtime.inductor import Inductor
+from tests.products import product
 
 NAME, WHOLE = "pair", [(1, None)]
 
@@ -98,9 +99,11 @@ def exchange(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return peer_copies.exchanged(sent, 0, WHOLE, NAME, 1), beside
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.matrix)], ids=str)
-@pytest.mark.parametrize("made", [as_it_is, scaled, across, scaled_across])
-@pytest.mark.parametrize("kind", [total, gather, scatter, exchange])
+@product(
+    kind=[total, gather, scatter, exchange],
+    made=[as_it_is, scaled, across, scaled_across],
+    dtype=[torch.float32, torch.bfloat16],
+)
 def test_what_is_sent_stays(pair: Pair, kind: Kind, made: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     def step(a: Tensor, b: Tensor, w: Tensor) -> list[Tensor]:
         return [*kind(made(a @ b), w)]
