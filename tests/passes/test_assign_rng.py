@@ -34,7 +34,7 @@ from tests.passes.modules import (
     squares,
     values,
 )
-from tests.products import product
+from tests.products import alternate, product
 
 MLP_SPLIT = {"up": "column", "down": "row"}
 ATTENTION = {"qkv": "head", "out": "row"}
@@ -228,7 +228,7 @@ class Drawing(nn.Module):
         return squares(self.draw[0](self.down(self.draw[0](self.up(x)))))
 
 
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("name", alternate(DRAWS, 1))
 def test_other_numbers_are_those_of_one_device(name: str) -> None:
     assert values(lambda: Drawing(DRAWS[name]), split={}, tp=2).ok
 

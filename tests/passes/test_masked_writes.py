@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fxpar.plan.plan import Plan
 from fxpar.text.printing import print_program
 from fxpar.verification import expect, verify
+from tests.products import alternate
 
 Write = Callable[["Net", Tensor, Tensor], None]
 
@@ -55,7 +56,7 @@ WRITES: dict[str, Write] = {
 }
 
 
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("name", alternate(WRITES, 0))
 def test_what_is_written_at_a_mask_gets_its_gradient(name: str) -> None:
     batch = {"x": torch.randint(64, (4, 6), generator=torch.Generator().manual_seed(3))}
     found = expect(verify(Net(WRITES[name]), batch, Plan(tp=2)))
