@@ -51,7 +51,7 @@ _UNCOUNTABLE = (
 def _on_fakes(reason: str, where: str, remedy: str) -> Iterator[None]:
     """Has operators run on fake tensors; refuses what has a size that only values tell, for a reason."""
     try:
-        with FakeTensorMode(), torch.no_grad(), without_bits():
+        with FakeTensorMode(), torch.no_grad(), without_bits(counts_memory=False):
             yield
     except _UNCOUNTABLE as error:
         text = f"{reason} cannot be counted without values: {str(error).splitlines()[0]}"
@@ -323,7 +323,8 @@ def measure(
         owned = [*(value for name, value in values.items() if name not in fresh), *indices]
         ledger = Ledger({value.untyped_storage()._cdata for value in owned})
         walk = _Walk(lowered.module, ledger, backward=backward)
-        with ledger if backward else contextlib.nullcontext(), contextlib.suppress(_Stopped):
+        counted = ledger if backward else contextlib.nullcontext()
+        with counted, without_bits(counts_memory=backward), contextlib.suppress(_Stopped):
             values |= {name: torch.empty_like(values[name]) for name in fresh}
             walk.run(*[values[name] for name in lowered.inputs], *indices)
     trained = {p.node for p in program.parameters if p.fqn in parameter_gradients(program)}

@@ -228,6 +228,17 @@ def test_words_without_bits_take_the_memory_of_random_ones(shape: tuple[int, int
     def most(context: contextlib.AbstractContextManager[None]) -> dict[str, Moment]:
         with context, FakeTensorMode(), Ledger(set()) as ledger:
             random_words(shape, torch.zeros(3, dtype=torch.int64), 7, ())
-        return ledger.peaks
+        peaks: dict[str, Moment] = ledger.peaks
+        return peaks
 
-    assert most(without_bits()) == most(contextlib.nullcontext())
+    assert most(without_bits(counts_memory=True)) == most(contextlib.nullcontext())
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (3, 5)])
+def test_words_that_are_not_computed_lie_as_random_ones_do(shape: tuple[int, int]) -> None:
+    rng = torch.zeros(3, dtype=torch.int64)
+    with FakeTensorMode(), without_bits(counts_memory=False):
+        words = random_words(shape, torch.zeros(3, dtype=torch.int64), 7, ())
+    random = random_words(shape, rng, 7, ())
+    assert (words.shape, words.stride(), words.dtype) == (random.shape, random.stride(), random.dtype)
+    assert words.untyped_storage().nbytes() == random.untyped_storage().nbytes()
