@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import fxpar
@@ -27,11 +28,18 @@ class Apart:
 
 
 def apart(
-    chunks: int, transport: str = "nccl", impl: str = "none", rows: int = 3, micro: int = 1, **plan: Any
+    chunks: int,
+    transport: str = "nccl",
+    impl: str = "none",
+    rows: int = 3,
+    micro: int = 1,
+    layers: int = 2,
+    **plan: Any,
 ) -> Apart:
-    """Trains a Llama of two layers as it is, and in chunks.
+    """Trains a Llama as it is, and in chunks.
 
     Args:
+        layers: of the model.
         rows: of a batch; each other batch has two more.
     """
     counts: list[int] = []
@@ -41,9 +49,10 @@ def apart(
         if index == 0:
             counts.append(sum(line.count for line in model.report().collectives))
 
-    whole = train(two_layers, batches(rows, micro), touch=count, **plan)
+    build = partial(llama, layers=layers)
+    whole = train(build, batches(rows, micro), touch=count, **plan)
     chunked = train(
-        two_layers,
+        build,
         batches(rows, micro),
         impl,
         touch=count,
@@ -62,8 +71,3 @@ def batches(rows: int, micro: int) -> list[Any]:
     """Six batches of two lengths in turn."""
     first, second = words(3, micro, rows), words(3, micro, rows + 2, seed=2)
     return [batch for pair in zip(first, second, strict=True) for batch in pair]
-
-
-def two_layers() -> Any:
-    """Returns the model."""
-    return llama(layers=2)

@@ -13,10 +13,11 @@ from tests.runtime.chunk_jobs import apart
 from tests.runtime.world import World
 
 _EVERY_TIME: list[tuple[int, int, dict[str, Any]]] = [
-    (2, 2, {}),
-    (2, 2, {"transport": "copy", "impl": "full_iteration", "micro": 2}),
+    (2, 2, {"layers": 1}),
+    (2, 2, {"transport": "copy", "impl": "full_iteration", "micro": 2, "layers": 1}),
 ]
 _MORE: list[tuple[int, int, dict[str, Any]]] = [
+    (2, 2, {}),
     (2, 3, {"transport": "copy"}),
     (2, 4, {"transport": "copy", "impl": "partial"}),
     (2, 2, {"transport": "copy", "sequence_parallel": True}),
