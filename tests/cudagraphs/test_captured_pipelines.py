@@ -99,7 +99,8 @@ def test_stages_without_gradients_train_as_on_one_process(world2: World, transpo
         assert trained.losses == pytest.approx(job().losses, rel=1e-6)
 
 
-@pytest.mark.parametrize("impl", ["full_iteration", pytest.param("partial", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("impl", ["full_iteration", "partial"])
 def test_data_ranks_may_bring_other_numbers_of_rows(world4: World, impl: str) -> None:
     for plain, graphed in zip(world4.run(stages.uneven, "none"), world4.run(stages.uneven, impl), strict=True):
         assert graphed[:-1] == plain[:-1]

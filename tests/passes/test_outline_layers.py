@@ -202,10 +202,11 @@ def test_a_layer_ends_behind_the_norm_of_the_next(
 @pytest.mark.parametrize(
     ("config", "model", "norms"),
     [
-        (
+        pytest.param(
             _gpt2(3),
             transformers.GPT2LMHeadModel,
             ("transformer.h.{}.ln_1", "transformer.ln_f"),
+            marks=pytest.mark.matrix,
         ),
         (_llama(3), transformers.LlamaForCausalLM, ("model.layers.{}.input_layernorm", "model.norm")),
     ],

@@ -237,7 +237,7 @@ def step(kind: str, sequence_parallel: bool, mode: str) -> Program:
 _MODELS = [(kind, sequence) for kind in ("gpt2", "llama") for sequence in (False, True)]
 _FEW = [("gpt2", False), ("llama", True)]
 _MARKED = few(_MODELS, _FEW)
-_EVERY_TIME = {("gpt2", False, "selective"), ("llama", True, "budget"), ("llama", True, "full")}
+_EVERY_TIME = {("llama", True, mode) for mode in ("selective", "budget", "full")}
 # Of large models bytes decide how they are split, and not how often something is sent.
 _LARGE = Cost(latency=1e-15)
 _PLANS: Mapping[str, Mapping[str, Any]] = {
