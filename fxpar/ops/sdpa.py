@@ -218,6 +218,8 @@ def kernel(call: SdpaCall) -> Kernel | None:
     query, key, value = call.query, call.key, call.value
     if any(x.dim() != 4 for x in (query, key, value)) or query.shape[0] != key.shape[0]:
         return None
+    if not query.shape[0]:  # a chunk of tokens without rows, which kernels of GPUs refuse
+        return None
     if query.device.type == "cpu":
         args = (query, key, value, call.mask, 0.0, call.is_causal)
         choice = torch._fused_sdp_choice(*args, scale=call.scale, enable_gqa=call.enable_gqa)

@@ -73,6 +73,14 @@ def test_on_a_gpu(name: str, length: int, dtype: torch.dtype) -> None:
     assert_alike(fused(*case), plain(*case), 1e-4 if dtype == torch.float32 else 3e-2)
 
 
+def test_no_rows_have_no_kernel() -> None:
+    """Those of GPUs refuse them, and a chunk of tokens may have none."""
+    query = torch.empty(0, 2, 6, 8, device="meta", dtype=torch.float16)
+    assert kernel(SdpaCall(query, query, query)) is None
+    out, log_sum = sdpa.forward(SdpaCall(query, query, query, is_causal=True))
+    assert (out.shape, log_sum.shape) == (query.shape, query.shape[:-1])
+
+
 @pytest.mark.gpu
 def test_long_rows_in_half_precision_have_a_fused_kernel() -> None:
     query = torch.empty(2, 8, 1024, 64, device="cuda", dtype=torch.bfloat16)
