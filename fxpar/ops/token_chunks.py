@@ -59,8 +59,24 @@ def chunk_taken(x: Tensor, dim: int, rows: int, index: int, count: int) -> Tenso
     return x.narrow(dim, unit * begin, unit * (end - begin))
 
 
+def hint(size: int | torch.SymInt) -> int:
+    """Returns a size of the example; nothing is asked of a symbolic one, which would be a guard."""
+    return int(size.node.hint or 0) if isinstance(size, torch.SymInt) else size
+
+
+def order_in_memory(x: Tensor) -> list[int]:
+    """Returns the dimensions from the outermost on."""
+    strides = [hint(stride) for stride in x.stride()]
+    return sorted(range(x.dim()), key=lambda dim: -strides[dim])
+
+
 def _put_together(chunks: Sequence[Tensor], dim: int) -> Tensor:
-    return torch.cat(list(chunks), dim)
+    # Attention gives the heads of a token beside each other, and its gradient reads them so.
+    order = order_in_memory(chunks[0])
+    if order == sorted(order) or order[0] != dim:
+        return torch.cat(list(chunks), dim)
+    whole = torch.cat([chunk.permute(order) for chunk in chunks])
+    return whole.permute([order.index(dim) for dim in range(len(order))])
 
 
 # A name of its own, so that what is compiled can let chunks be written where the whole has them.

@@ -46,6 +46,7 @@ from fxpar.ops import (
     random,
     small_operators,
 )
+from fxpar.ops.token_chunks import hint, order_in_memory
 from fxpar.peer_memory.compiler.allreduce_epilogue_fusion import sums_in_rows
 from fxpar.plan.plan import Plan
 from fxpar.runtime.calls import Boxed
@@ -305,8 +306,7 @@ def _bytes(node: fx.Node) -> int:
     tensor = node.meta.get("val")
     if not isinstance(tensor, Tensor):
         return 0
-    sizes = [int(size.node.hint or 0) if isinstance(size, torch.SymInt) else size for size in tensor.shape]
-    return prod(sizes) * tensor.itemsize
+    return prod(map(hint, tensor.shape)) * tensor.itemsize
 
 
 # Which kernels Inductor makes: what it is asked, where its own answer is not the best for a step on several ranks.
@@ -386,13 +386,14 @@ def _joined_chunks(chunks: Sequence[Any], dim: int) -> Any:
         return lowering.lowerings[aten.cat.default](chunks, dim)
     begins = [*itertools.accumulate((size[dim] for size in sizes), initial=0)]
     whole = [*sizes[0][:dim], begins[-1], *sizes[0][dim + 1 :]]
-    strides = ir.FlexibleLayout.contiguous_strides(whole)
+    order = order_in_memory(V.graph.current_node.meta["val"])
+    storages = [_storage_alone(chunk) if order == sorted(order) else None for chunk in chunks]
+    strides = ir.FlexibleLayout.fill_ordered(whole, order[::-1])
     layout = ir.FixedLayout(chunks[0].get_device(), chunks[0].get_dtype(), whole, strides)
     kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
     box, parts = ir.StorageBox(kernel), []
-    for chunk, begin, end in zip(chunks, begins, begins[1:], strict=False):
+    for chunk, storage, begin, end in zip(chunks, storages, begins, begins[1:], strict=False):
         place = ir.SliceView.create(box, dim, begin, end, clamp=False)
-        storage = _storage_alone(chunk)
         if storage is not None:
             place = ir.View.create(place, storage.get_size())
         parts.append(ir.ConcatKernel.realize_into(chunk if storage is None else storage, place))

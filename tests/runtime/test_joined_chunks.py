@@ -58,6 +58,36 @@ def test_rows_that_do_not_lie_together_are_copied() -> None:
     torch.testing.assert_close(run([x])[0], x.sin())
 
 
+@torch.library.custom_op("fxpar_tests::turned", mutates_args=())
+def turned(x: Tensor) -> Tensor:
+    """Gives the columns of each matrix one after the other."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@turned.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1]).transpose(1, 2)
+
+
+def test_what_an_operator_allocates_is_kept_as_it_lies() -> None:
+    """As attention gives a token's heads beside each other."""
+
+    def step(x: Tensor, dy: Tensor) -> list[Tensor]:
+        chunks = [turned(chunk) for chunk in parts(x, (1, 2))]
+        return [chunks[0] * 2, chunks_joined(chunks, 0) * dy]
+
+    values = [torch.randn(3, 4, 5), torch.randn(3, 4, 5)]
+    with FakeTensorMode() as mode:
+        fakes = [torch.empty(value.shape) for value in values]
+    with fresh_cache():
+        pair = Inductor(Plan()).pair(step, fakes, mode, early=1, results=1)
+    result, saved = pair.forward([values[0]])
+    assert saved.stride() == (20, 1, 4)
+    (gradient,) = pair.backward([saved, values[1]])
+    for found, other in zip((result, gradient), step(*values), strict=True):
+        torch.testing.assert_close(found, other)
+
+
 def test_a_backward_finds_them_together() -> None:
     """Of chunks that are results anyway nothing more would be kept, and they would be copied there."""
 
