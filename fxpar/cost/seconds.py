@@ -19,7 +19,7 @@ from torch import fx
 
 from fxpar.cost.communication import Collective, collectives, symbol_sizes
 from fxpar.cost.flops import computed_part, matmul_flops
-from fxpar.ir.program import Program, ScalarType, note, output_layouts, output_types, tensor_type
+from fxpar.ir.program import Program, ScalarType, note, output_layouts, output_types
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops.registry import COMPOSITE_OF
@@ -169,9 +169,10 @@ def _readers(node: fx.Node) -> set[fx.Node]:
 # Collectives, and matrix products in waves of multiprocessors; anything else takes next to nothing.
 
 
-# Products whose results are cut into tiles, and those of them whose leading dimension is a number of matrices.
+# Products whose results are cut into tiles, and those of them whose leading dimensions are a number of matrices.
 _BATCHED = ("aten.bmm.default", "aten.baddbmm.default")
-_OF_TILES = ("aten.mm.default", "aten.addmm.default", "aten.linear.default", *_BATCHED)
+_ATTENTION = ("aten.scaled_dot_product_attention.default", "fxpar.attention_forward")
+_OF_TILES = ("aten.mm.default", "aten.addmm.default", "aten.linear.default", *_BATCHED, *_ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -239,19 +240,25 @@ def sending(program: Program, sent: Collective, *, copies: bool, one_shot: bool 
 
 
 def filled_part(program: Program, node: fx.Node, values: Mapping[str, int], chunks: int = 1) -> float:
-    """Returns the part of its time in which a product computes; 1 where it is none of two matrices.
+    """Returns the part of its time in which a product computes; 1 where it is neither of two matrices nor attention.
 
     Args:
         values: of the symbols, as of `fxpar.cost.communication.symbol_sizes`.
         chunks: in which its rows are computed one after the other.
     """
-    if str(node.target) not in _OF_TILES:
+    target = str(node.target)
+    if target not in _OF_TILES:
         return 1.0
-    shape = local_shape(tensor_type(node).shape, output_layouts(node)[0], program.axes)
+    shape = local_shape(output_types(node)[0].shape, output_layouts(node)[0], program.axes)
     *leading, rows, columns = (1, *(evaluate(size, values) for size in shape))
-    if str(node.target) not in _BATCHED:
-        leading, rows = [], rows * prod(leading)
-    return filled(prod(leading), ceil(rows / chunks), columns, program.plan.cost.multiprocessors)
+    matrices = prod(leading)
+    if target in _ATTENTION:  # a matrix for each head of each row of the batch
+        matrices = ceil(matrices / chunks)
+    elif target in _BATCHED:
+        rows = ceil(rows / chunks)
+    else:
+        matrices, rows = 1, ceil(matrices * rows / chunks)
+    return filled(matrices, rows, columns, program.plan.cost.multiprocessors)
 
 
 # Rows and columns of a tile, and its rate over that of the largest.
