@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 from torch import fx
 
+from fxpar.cost.communication import collectives, symbol_sizes, value_bytes
+from fxpar.cost.flops import matmul_flops
 from fxpar.cost.layers import behind_gathers, behind_rows, parts, row_runs
 from fxpar.ir.grad_flow import plain
 from fxpar.ir.program import (
@@ -62,7 +64,7 @@ def outline_layers(program: Program) -> Program:
     one phase. Its *canonical text* names inner operands by position, outer ones by the first use, draws by the first of
     their identity. Parts of one canonical text are one region, whose results are what is used of any of them.
 
-    Algorithm: the tokens of each phase in order are cut where they repeat and least lives (`fxpar.cost.layers`);
+    Algorithm: the tokens of each phase in order are cut where they repeat and fewest bytes live (`fxpar.cost.layers`);
     neither a name nor a number of layers enters. In front of a norm that is between the residual connection and what
     reads it: the norm would read from memory what the kernel before had, and no sum of ranks could be computed in one
     kernel with it. So the cuts are moved after the operations on rows that follow (`row_runs`), to
@@ -77,11 +79,11 @@ def outline_layers(program: Program) -> Program:
     Values stay equal: written out, the calls are what was there.
     """
     numbers_by_phase(program)
-    order = _ordered(program)
+    order, costs = _ordered(program), _costs(program)
     known: dict[Hashable, list[_Part]] = {}
     for phase in PHASES[:-1]:
         nodes = [node for node in order if note(node).phase == phase]
-        for part in _parts(nodes):
+        for part in _parts(nodes, costs):
             known.setdefault((phase, part.text), []).append(part)
     classes = _named([alike for alike in known.values() if len(alike) > 1])
     return _rebuilt(program, order, classes) if classes else program
@@ -126,18 +128,60 @@ def _kind(node: fx.Node) -> tuple[Hashable, Hashable]:
     return note(node).type, output_layouts(node)
 
 
-def _until(nodes: Sequence[fx.Node]) -> list[int]:
-    """Finds for each node the last of these that reads it, or itself; -1 for a part of a tuple, which stays with it."""
+@dataclass(frozen=True)
+class _Costs:
+    """What a cut between two nodes costs.
+
+    Attributes:
+        sizes: bytes of what a node gives.
+        sends: names of those that communicate.
+        products: matrix products and attention.
+    """
+
+    sizes: Mapping[fx.Node, int]
+    sends: Set[str]
+    products: Set[fx.Node]
+
+
+def _costs(program: Program) -> _Costs:
+    values = symbol_sizes(program, None)
+    calls = (node for node in program.graph.nodes if node.op == "call_function")
+    return _Costs(
+        {node: value_bytes(program, node, values) for node in calls},
+        {collective.node for collective in collectives(program)},
+        {node for node, _ in matmul_flops(program)},
+    )
+
+
+def _until(nodes: Sequence[fx.Node], costs: _Costs) -> list[int]:
+    """Finds for each node the last of these that reads it, or itself; its complement where no cut is in front of it.
+
+    That is in front of parts of a tuple, whose values count as none. And in front of a cut all that is on its way is
+    waited for: what travels beside products, as chunks of tokens do, stays with these up to its first reader or to what
+    is sent next.
+    """
     position = {node: i for i, node in enumerate(nodes)}
-    last = [max((position[user] for user in node.users if user in position), default=i) for node, i in position.items()]
-    return [-1 if node.target is operator.getitem else last[i] for i, node in enumerate(nodes)]
+    readers = [[position[user] for user in node.users if user in position] for node in nodes]
+    inside: set[int] = set()
+    product = send = stop = len(nodes)  # the next product and the next that is sent, and the first that is after it
+    for i, node in reversed([*enumerate(nodes)]):
+        if node in costs.products:
+            product, stop = i, send
+        if node.name in costs.sends:
+            send, reader = i, min(readers[i], default=i)
+            inside.update(range(i + 1, min(stop, reader)) if reader > product else ())
+    until = (max(after, default=i) for i, after in enumerate(readers))
+    return [
+        -1 if node.target is operator.getitem else ~last if i in inside else last
+        for i, (node, last) in enumerate(zip(nodes, until, strict=True))
+    ]
 
 
-def _parts(nodes: Sequence[fx.Node]) -> list[_Part]:
+def _parts(nodes: Sequence[fx.Node], costs: _Costs) -> list[_Part]:
     """Returns what may be called of the nodes of a phase, in order."""
     operations = _operations(nodes)
-    tokens, until = [number for number, _ in operations.values()], _until(nodes)
-    runs = parts(tokens, until, least=_LEAST)
+    tokens, until = [number for number, _ in operations.values()], _until(nodes, costs)
+    runs = parts(tokens, until, sizes=[costs.sizes[node] for node in nodes], least=_LEAST)
 
     def whole(cuts: Sequence[tuple[int, int]]) -> list[_Part]:
         candidates = (_Part(nodes[start:stop], operations) for start, stop in cuts)

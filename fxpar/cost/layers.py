@@ -166,7 +166,8 @@ def parts(
     and two.
 
     Args:
-        until: for each token the last one that reads its value, or itself; -1 where it stays with the one before.
+        until: for each token the last one that reads its value, or itself; its complement (`~`) where the token stays
+            with the one before.
         sizes: of the tokens' values; by default values are counted.
         least: of how many tokens a part is that is repeated.
         limit: inside of a part, the most of it that lives at a cut.
@@ -190,7 +191,13 @@ def parts(
 
 def _shifted(until: Sequence[int], start: int, stop: int) -> list[int]:
     """Returns numbers of the tokens from `start` to `stop` alone; what lives longer lives up to the end."""
-    return [-1 if last < 0 else min(last, stop) - start for last in until[start:stop]]
+    shifted = (max(min(_last(last), stop) - start, 0) for last in until[start:stop])
+    return [~new if last < 0 else new for new, last in zip(shifted, until[start:stop], strict=True)]
+
+
+def _last(until: int) -> int:
+    """Returns the last token that reads a value, whether or not its own stays with the one before."""
+    return until if until >= 0 else ~until
 
 
 def _cut(repeat: Repetition, until: Sequence[int], sizes: Sequence[int], origin: int) -> tuple[int, int, int] | None:
@@ -198,9 +205,9 @@ def _cut(repeat: Repetition, until: Sequence[int], sizes: Sequence[int], origin:
     period, most = repeat.period, (repeat.stop - repeat.start) // repeat.period
     change = [0] * (repeat.stop - origin + 2)
     for i in range(origin, repeat.stop):
-        if until[i] > i:
+        if _last(until[i]) > i:
             change[i + 1 - origin] += sizes[i]
-            change[min(until[i], repeat.stop) + 1 - origin] -= sizes[i]
+            change[min(_last(until[i]), repeat.stop) + 1 - origin] -= sizes[i]
     living = list(itertools.accumulate(change))
     best: tuple[int, int, int] | None = None
     for first in range(repeat.start, repeat.start + period):
