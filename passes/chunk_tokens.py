@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import operator
-from bisect import bisect_left
-from collections.abc import Sequence
 from typing import Any
 
 import sympy
-from scipy.cluster.hierarchy import DisjointSet
 from torch import fx
 
 from fxpar.errors import PlanError
@@ -34,9 +31,10 @@ from fxpar.ir.step import batch_dims, batch_symbol
 from fxpar.layout.layout import Layout
 from fxpar.layout.symbolic_sizes import divide, symbol
 from fxpar.manager import register_pass
+from fxpar.ops.operator import is_view
 from fxpar.ops.small_operators import size
 from fxpar.ops.token_chunks import SUMMED, Chunk, add_chunks, chunk_size, join_chunks, resized, take_chunk
-from fxpar.rewrite.chunk_choice import Chosen, ChunkChoice, cheapest, chunk_prices, depends
+from fxpar.rewrite.chunk_choice import Chosen, ChunkChoice, cheapest, chunk_prices, depends, stages, step_of
 from fxpar.rewrite.row_cuts import RowCut
 from fxpar.signatures.op_call import SIZED
 
@@ -48,7 +46,7 @@ def _is_asked_for(program: Program) -> bool:
 
 @register_pass("chunk_tokens", requires={Property.STEP, Property.LOCAL}, preserves="dataflow", when=_is_asked_for)
 def chunk_tokens(program: Program) -> Program:
-    """Computes what stands between operations that mix tokens in chunks of rows, one after the other.
+    """Computes what stands between operations that mix rows of the batch in chunks of these, one after the other.
 
     Before::
 
@@ -71,9 +69,10 @@ def chunk_tokens(program: Program) -> Program:
     A sum is waited for in front of its first reader. So the products of one chunk run while another chunk's sum is on
     its way, where a whole layer would wait.
 
-    Terms: an operation *treats rows apart* if its rule says so of the rows of the batch (`fxpar.rewrite.row_cuts`), if
-    it draws nothing, and if it is no product of two activations, as in attention. A *chain* is what stands between such
-    operations in one phase and is connected. A *stage* of it ends with collectives over axes that do not cut the batch;
+    Terms: an operation *treats rows apart* if its rule says so of the rows of the batch (`fxpar.rewrite.row_cuts`), as
+    that of attention does, and if it draws nothing. In a backward, where gradients of weights hide what is sent, those
+    of attention stay whole all the same, as other products of two activations do. A *chain* is what stands between
+    others in one phase and is connected. A *stage* of it ends with collectives over axes that do not cut the batch;
     it is *heavy* if it has products. A *sum over rows* adds up what it computes of them: a weight's gradient, say.
 
     Algorithm: chosen is what stands between two collectives, and in front of and after each one what leads up to its
@@ -83,7 +82,8 @@ def chunk_tokens(program: Program) -> Program:
     there is keeps its order, and follows as soon as what it needs is there: sums over rows when the last chunk is.
 
     With `auto`, numbers of chunks are priced for each phase (`fxpar.rewrite.chunk_choice`), and phases where none pays
-    stay whole. One row is computed as it is. Values stay equal: put together, the chunks are what was there.
+    stay whole; so does attention where its chunks do not pay. One row is computed as it is. Values stay equal: put
+    together, the chunks are what was there.
 
     Raises:
         PlanError: the number of rows may not vary, or inputs differ in it.
@@ -94,8 +94,8 @@ def chunk_tokens(program: Program) -> Program:
     count, choice = program.plan.communication.token_chunks, ChunkChoice(program, rows)
     chosen = choice.chosen()
     if not isinstance(count, int):
-        count, phases = cheapest(chunk_prices(program, rows, chosen))
-        chosen = choice.chosen(phases)
+        count, phases, attention = cheapest(chunk_prices(program, rows, choice))
+        chosen = choice.chosen(phases, attention=attention)
     return _Chunked(program, rows, count, chosen).written() if chosen.cuts else program
 
 
@@ -136,7 +136,7 @@ class _Chunked:
         self._all = [Chunk(rows, index, count) for index in range(count)]
         self._nodes: list[fx.Node] = list(program.graph.nodes)
         self._places = {node: place for place, node in enumerate(self._nodes)}
-        self._stages = _stages(self._nodes, chosen)
+        self._stages = stages(self._nodes, chosen)
         self._times: dict[fx.Node, _Time] = {}
         # When what a chunk sends is there: the next heavy stage has taken it.
         self._arrivals: dict[fx.Node, _Time] = {}
@@ -157,7 +157,7 @@ class _Chunked:
             if node in self._chosen.late:
                 last = self._chunks[node][-1]
                 self._late |= dict.fromkeys(self._chunks[node], last)
-            if node not in again and any(not self._stays(node, user) for user in node.users):
+            if node not in again and any(user in again or not self._stays(node, user) for user in node.users):
                 self._wholes[node] = self._joined(node)
         for node, whole in self._wholes.items():
             node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in cuts or user in again)
@@ -173,20 +173,26 @@ class _Chunked:
         """Returns what is computed once more of all rows, as what it reads is put together anyway.
 
         That is little beside a product, and the backward needs it: what is compiled computes it there, where else
-        chunks would be kept for it. What a product of a chunk reads is in memory as it is.
+        chunks would be kept for it. What a product of a chunk reads is in memory as it is. Of a view, what it shows is
+        put together: products write that where the whole has it.
         """
-        whole: set[fx.Node] = set()
-        again: set[fx.Node] = set()
-        for node in self._chosen.cuts:
-            if all(self._stays(node, user) for user in node.users):
+        cuts, again = self._chosen.cuts, set[fx.Node]()
+        whole = {node for node in cuts if not all(self._stays(node, user) for user in node.users)}
+        for node in reversed(list(cuts)):
+            if node in whole and is_view(node) and self._is_light(node):
+                whole.update(read for read in operands(node) if read in cuts)
+        for node in cuts:
+            reads = [read for read in operands(node) if read in cuts]
+            if node not in whole or not reads or not whole.issuperset(reads) or not self._is_light(node):
                 continue
-            whole.add(node)
-            reads = [read for read in operands(node) if read in self._chosen.cuts]
-            is_light = node not in self._chosen.products | self._chosen.sends | self._chosen.late
-            is_light = is_light and node.target is not operator.getitem and not isinstance(note(node).type, tuple)
-            if is_light and reads and whole.issuperset(reads) and self._chosen.products.isdisjoint(node.users):
+            if is_view(node) or self._chosen.products.isdisjoint(node.users):
                 again.add(node)
         return again
+
+    def _is_light(self, node: fx.Node) -> bool:
+        """Returns whether a node is neither a product, nor communicates, nor has a tuple or a part of one as result."""
+        heavy = self._chosen.products | self._chosen.sends | self._chosen.late
+        return node not in heavy and node.target is not operator.getitem and not isinstance(note(node).type, tuple)
 
     def _row_count(self, rows: sympy.Symbol) -> fx.Node:
         """Returns the node that is the number of a rank's rows."""
@@ -313,9 +319,7 @@ class _Chunked:
             self._places[new] = self._places[node]
             return new
         start, heavy, is_heavy = self._stages[node]
-        # The heavy stages before this one, chunk by chunk; what is light follows the next chunk's heavy one.
-        step = heavy * len(self._all) + index if is_heavy else (heavy - 1) * len(self._all) + index + 1.5
-        self._times[new] = start, step, self._places[node]
+        self._times[new] = start, step_of(heavy, index, is_heavy, len(self._all)), self._places[node]
         if node in self._chosen.sends:
             self._arrivals[new] = start, (heavy + is_heavy + 1) * len(self._all) - 0.75, self._places[node]
         return new
@@ -354,29 +358,3 @@ class _Chunked:
                         placed.add(last)
                         behind.append(last)
                         behind = last
-
-
-def _stages(nodes: Sequence[fx.Node], chosen: Chosen) -> dict[fx.Node, tuple[int, int, bool]]:
-    """Returns for each node where its chain begins, how many heavy stages are before its own, and if that is heavy."""
-    chains = DisjointSet(node for node in chosen.cuts if node not in chosen.late)
-    number: dict[fx.Node, int] = {}
-    for node in nodes:
-        if node.op != "call_function":
-            continue
-        reads = [r for r in node.all_input_nodes if r in number and note(r).phase == note(node).phase]
-        is_chosen = node in chosen.cuts and node not in chosen.late
-        # What is computed of all chunks in between is a stage of its own.
-        before = (number[read] + (read in chosen.sends or (is_chosen and read not in chosen.cuts)) for read in reads)
-        if reads or is_chosen:
-            number[node] = max(before, default=0)
-        for read in reads if is_chosen else ():
-            if read in chosen.cuts and read not in chosen.late:
-                chains.merge(read, node)
-    places = {node: place for place, node in enumerate(nodes)}
-    stages: dict[fx.Node, tuple[int, int, bool]] = {}
-    for chain in chains.subsets():
-        heavy = sorted({number[node] for node in chain if node in chosen.products})
-        start = min(places[node] for node in chain)
-        for node in chain:
-            stages[node] = start, bisect_left(heavy, number[node]), number[node] in heavy
-    return stages

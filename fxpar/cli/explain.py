@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _CUT, _RECEIVED = re.compile(r"cut[ -]?(\d{1,4})"), re.compile(r"%?\w+_on_\d+")
 _CHUNKS, _SLOTS = "token-chunks", "spare-experts"
 _SKEW = 8.0
-_PRICES = ("chunks", "products", "exposed without", "exposed with", "more", "saved")
+_PRICES = ("chunks", "attention", "products", "exposed without", "exposed with", "more", "saved")
 # Seconds below which a difference comes from the order in which ties are broken.
 _TIE = 1e-6
 
@@ -165,11 +165,11 @@ def _explain_chunks(ui: Ui, start: Start) -> CommandResult:
     by_stage: dict[int | None, Sequence[ChunkPrice]] = {}
     for stage, step in steps(ui, forward, None):
         rows = symbol(batch_symbol(step))
-        by_stage[stage] = chunk_prices(step, rows, ChunkChoice(step, rows).chosen())
+        by_stage[stage] = chunk_prices(step, rows, ChunkChoice(step, rows))
     document = [
         {
             **({} if stage is None else {"stage": stage}),
-            "cheapest": dict(zip(("count", "phases"), cheapest(prices), strict=True)),
+            "cheapest": dict(zip(("count", "phases", "attention"), cheapest(prices), strict=True)),
             "prices": [{**dataclasses.asdict(price), "gain": price.gain} for price in prices],
         }
         for stage, prices in by_stage.items()
@@ -177,9 +177,9 @@ def _explain_chunks(ui: Ui, start: Start) -> CommandResult:
 
     def show(stdout: Console) -> None:
         for stage, prices in by_stage.items():
-            count, phases = cheapest(prices)
+            count, phases, attention = cheapest(prices)
             _show_chunks(stdout, start.name if stage is None else f"{start.name}, stage {stage}", prices)
-            where = " and ".join(phase or "forward" for phase in phases)
+            where = " and ".join(phase or "forward" for phase in phases) + ", attention too" * attention
             stdout.print(f"cheapest: {count} chunks in the {where}" if phases else "cheapest: 1, no chunks pay")
 
     return CommandResult(document, show)
@@ -222,7 +222,8 @@ def _show_chunks(stdout: Console, name: str, prices: Sequence[ChunkPrice]) -> No
     rows = table("phase", *_PRICES)
     for price in prices:
         seconds = (price.products, price.whole, price.chunked, price.more, price.gain)
-        rows.add_row(price.phase or "forward", str(price.count), *map(time_text, seconds))
+        attention = "in chunks" if price.attention else "whole"
+        rows.add_row(price.phase or "forward", str(price.count), attention, *map(time_text, seconds))
     print_table(stdout, f"chunks of tokens: {name}", rows)
 
 

@@ -6,15 +6,19 @@ chunks and phase, the seconds for which ranks wait, and those that chunks cost.
 
 from __future__ import annotations
 
+import copy
 import operator
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import sympy
+from scipy.cluster.hierarchy import DisjointSet
 from torch import fx
 
-from fxpar.cost.communication import Collective, collectives, symbol_sizes
+from fxpar.cost.communication import Collective, collectives, symbol_sizes, value_bytes
 from fxpar.cost.flops import computed_part, matmul_flops
 from fxpar.cost.seconds import Sending, filled_part, materialised, sending
 from fxpar.ir.grad_flow import weights_of
@@ -56,7 +60,9 @@ class ChunkChoice:
         weights = weights_of(program.graph, [program.node(p.node) for p in program.parameters])
         products = [node for node, _ in matmul_flops(program)]
         mixing = {node for node in products if weights.isdisjoint(operands(node))}
-        mixing.update(node for node in self._nodes if node.target is attention_backward)
+        # Of a backward, gradients of weights hide what is sent.
+        left_whole = {node for node in mixing if note(node).phase}
+        left_whole.update(node for node in self._nodes if node.target is attention_backward)
         rules = RowCuts(program, rows, _SOME)
         self._cuts: dict[fx.Node, RowCut] = {}
         known: dict[fx.Node, Sequence[int | None]] = {}
@@ -66,7 +72,7 @@ class ChunkChoice:
             whole = node in weights or note(node).phase == PARAMETER or not self._is_sized(node)
             whole = whole or (node.target is operator.getitem and node.args[0] not in self._cuts)
             cut = None if whole else rules.of(node, known)
-            if cut is not None and not _is_sum(cut) and node in mixing:
+            if cut is not None and not _is_sum(cut) and node in left_whole:
                 cut = None
             if cut is not None:
                 self._cuts[node] = cut
@@ -75,18 +81,31 @@ class ChunkChoice:
         self._sends = {n for n in self._cuts if n.name in sent and n.target in COERCION_OF and _is_of_layer(n)}
         self._products = {node for node in products if node in self._cuts and not _is_sum(self._cuts[node])}
         self._multiplied = frozenset(products)
+        # What mixes the tokens of a row of the batch, as attention does.
+        self.mixing = self._products & mixing
 
     def _is_sized(self, node: fx.Node) -> bool:
         """Returns whether the number of rows among the sizes of a view is one that a chunk can have."""
         sizes = [read for read in node.all_input_nodes if isinstance(note(read).type, ScalarType)]
         return node.target not in SIZED or all(_can_be_cut(size, self._rows) for size in sizes)
 
-    def chosen(self, phases: Collection[str] | None = None) -> Chosen:
+    def _without_mixing(self) -> ChunkChoice:
+        """Returns the choice in which what mixes the tokens of a row is computed of all rows."""
+        other = copy.copy(self)
+        whole = self.mixing | {user for node in self.mixing for user in node.users if user.target is operator.getitem}
+        other._cuts = {node: cut for node, cut in self._cuts.items() if node not in whole}
+        other._products = self._products - whole
+        return other
+
+    def chosen(self, phases: Collection[str] | None = None, *, attention: bool = True) -> Chosen:
         """Returns what is chosen.
 
         Args:
             phases: those whose layers are computed in chunks; all by default.
+            attention: whether that is, too, and what else mixes the tokens of a row.
         """
+        if not attention:
+            return self._without_mixing().chosen(phases)
         before, after = self._before, self._after
         sends = {node for node in self._sends if phases is None or note(node).phase in phases}
         behind = _reached(self._nodes, sends, before)
@@ -145,6 +164,32 @@ class ChunkChoice:
     def _follows(self, node: fx.Node, user: fx.Node) -> bool:
         """Returns whether both treat rows apart, in one phase."""
         return node in self._cuts and user in self._cuts and note(node).phase == note(user).phase
+
+
+def stages(nodes: Sequence[fx.Node], chosen: Chosen) -> dict[fx.Node, tuple[int, int, bool]]:
+    """Returns for each node where its chain begins, how many heavy stages are before its own, and if that is heavy."""
+    chains = DisjointSet(node for node in chosen.cuts if node not in chosen.late)
+    number: dict[fx.Node, int] = {}
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        reads = [r for r in node.all_input_nodes if r in number and note(r).phase == note(node).phase]
+        is_chosen = node in chosen.cuts and node not in chosen.late
+        # What is computed of all chunks in between is a stage of its own.
+        before = (number[read] + (read in chosen.sends or (is_chosen and read not in chosen.cuts)) for read in reads)
+        if reads or is_chosen:
+            number[node] = max(before, default=0)
+        for read in reads if is_chosen else ():
+            if read in chosen.cuts and read not in chosen.late:
+                chains.merge(read, node)
+    places = {node: place for place, node in enumerate(nodes)}
+    steps: dict[fx.Node, tuple[int, int, bool]] = {}
+    for chain in chains.subsets():
+        heavy = sorted({number[node] for node in chain if node in chosen.products})
+        start = min(places[node] for node in chain)
+        for node in chain:
+            steps[node] = start, bisect_left(heavy, number[node]), number[node] in heavy
+    return steps
 
 
 def _reached(order: Sequence[fx.Node], starts: Set[fx.Node], near: Callable[[fx.Node], list[fx.Node]]) -> set[fx.Node]:
@@ -213,6 +258,7 @@ class ChunkPrice:
     Attributes:
         count: of chunks.
         phase: empty for the forward.
+        attention: whether that is in chunks, too, and what else mixes the tokens of a row.
         products: those of the phase, without chunks.
         whole: for which ranks wait for layers' collectives without chunks.
         chunked: for which they wait with chunks.
@@ -221,6 +267,7 @@ class ChunkPrice:
 
     count: int
     phase: str
+    attention: bool
     products: float
     whole: float
     chunked: float
@@ -233,62 +280,88 @@ class ChunkPrice:
         return gain if gain > _LEAST * (self.products + self.whole) else 0.0
 
 
-def cheapest(prices: Sequence[ChunkPrice]) -> tuple[int, tuple[str, ...]]:
-    """Returns the number of chunks that saves most, and the phases in which it saves something; 1 where none does."""
-    gains: dict[int, float] = {1: 0.0}
+def cheapest(prices: Sequence[ChunkPrice]) -> tuple[int, tuple[str, ...], bool]:
+    """Returns the number of chunks that saves most, the phases in which it saves something, and whether of attention.
+
+    The number is 1 where none does.
+    """
+    best: dict[tuple[int, str], ChunkPrice] = {}
     for price in prices:
-        gains[price.count] = gains.get(price.count, 0.0) + price.gain
+        key = price.count, price.phase
+        if key not in best or price.gain > best[key].gain:
+            best[key] = price
+    gains = defaultdict[int, float](float, {1: 0.0})
+    for price in best.values():
+        gains[price.count] += price.gain
     count = max(gains, key=lambda count: (gains[count], -count))
-    return count, tuple(price.phase for price in prices if price.count == count and price.gain)
+    chosen = [price for price in best.values() if price.count == count and price.gain]
+    return count, tuple(price.phase for price in chosen), any(price.attention for price in chosen)
 
 
-def chunk_prices(program: Program, rows: sympy.Symbol, chosen: Chosen) -> list[ChunkPrice]:
+def chunk_prices(program: Program, rows: sympy.Symbol, choice: ChunkChoice) -> list[ChunkPrice]:
     """Returns the prices of `COUNTS`, as far as there are as many rows at the example's sizes, phase by phase.
 
-    Args:
-        chosen: of all phases.
+    A phase that mixes the tokens of a row has two: without that in chunks, and with it.
     """
-    values, rate = symbol_sizes(program, None), program.plan.cost.flops
-    flops = {node: evaluate(size, values) * computed_part(node, program.axes) for node, size in matmul_flops(program)}
-    kernels = materialised(program, set(flops), set()) & chosen.cuts.keys()
-    sends = {node.name: node for node in chosen.cuts if node in chosen.sends}
-    sent = [collective for collective in collectives(program) if collective.node in sends]
-    counts = [count for count in COUNTS if count <= evaluate(rows, values)]
-    prices = []
-    for phase in dict.fromkeys(note(node).phase for node in sends.values()):
-        mine = [one for one in sent if note(sends[one.node]).phase == phase]
-        products = [node for node in flops if note(node).phase == phase]
-        seconds = {
-            count: {node: flops[node] / (rate * filled_part(program, node, values, count)) for node in products}
-            for count in (1, *counts)
-        }
-        listened = _listened(program, {sends[one.node] for one in mine})
-        cut = [node for node in products if node in chosen.products]
-        number = _KERNELS * len(cut) + len([node for node in kernels if note(node).phase == phase]) + 2 * len(mine)
-        # What a forward computes after its last collective needs that.
-        free = sum(seconds[1][node] for node in products if phase and node not in listened)
-        whole = _exposed(_sendings(program, mine, 1), free, 0.0)
-        for count in counts:
-            in_chunks = sum(seconds[count][node] for node in cut)
-            chunked = _exposed(_sendings(program, mine, count), free, in_chunks * (count - 1) / count, count == 2)
-            more = in_chunks - sum(seconds[1][node] for node in cut) + _overhead(program, mine, count, number, free)
-            prices.append(ChunkPrice(count, phase, sum(seconds[1].values()), whole, chunked, more))
-    return prices
+    prices = _Prices(program, rows, choice.mixing)
+    of_attention = prices.of(choice.chosen(), attention=True) if choice.mixing else []
+    return prices.of(choice.chosen(attention=False), attention=False) + of_attention
 
 
-def _overhead(program: Program, sent: Sequence[Collective], count: int, kernels: int, free: float) -> float:
-    """Returns the seconds of more kernels, and of sums that are in memory for the norm that follows.
+class _Prices:
+    """The prices of what is chosen of a program."""
 
-    Args:
-        kernels: of what is computed in chunks.
-        free: seconds of products behind which collectives hide without chunks.
-    """
-    cost = program.plan.cost
-    seconds = cost.kernel_latency * (count - 1) * kernels
-    if free < sum(one.hideable for one in _sendings(program, sent, 1)):
-        sums = sum(one.bytes for one in sent if one.op == "all_reduce" and _copies(program, one))
-        seconds += _ACCESSES * sums / cost.memory
-    return seconds
+    def __init__(self, program: Program, rows: sympy.Symbol, mixing: Set[fx.Node]) -> None:
+        self._program, self._mixing = program, mixing
+        self._values = symbol_sizes(program, None)
+        axes = program.axes
+        self._flops = {n: evaluate(f, self._values) * computed_part(n, axes) for n, f in matmul_flops(program)}
+        self._stored = materialised(program, set(self._flops), set())
+        self._sent = {collective.node: collective for collective in collectives(program)}
+        self._counts = [count for count in COUNTS if count <= evaluate(rows, self._values)]
+
+    def of(self, chosen: Chosen, *, attention: bool) -> list[ChunkPrice]:
+        """Returns those of each phase, with attention of those that have some."""
+        order = stages(list(self._program.graph.nodes), chosen)
+        sends = [node for node in chosen.cuts if node in chosen.sends]
+        prices = []
+        for phase in dict.fromkeys(note(node).phase for node in sends):
+            if attention and not any(note(node).phase == phase for node in self._mixing):
+                continue
+            mine = {node: self._sent[node.name] for node in sends if note(node).phase == phase}
+            products = {node: self._seconds(node) for node in self._flops if note(node).phase == phase}
+            listened = _listened(self._program, set(mine))
+            # What a forward computes after its last collective needs that.
+            free = sum(seconds for node, seconds in products.items() if phase and node not in listened)
+            sendings = _sendings(self._program, list(mine.values()), 1)
+            hideable = sum(one.hideable for one in sendings)
+            whole = sum(one.seconds for one in sendings) - min(free, hideable)
+            for count in self._counts:
+                seconds = {node: self._seconds(node, count) for node in products if node in chosen.products}
+                by_stage = {node: _sendings(self._program, [one], count) for node, one in mine.items()}
+                chunked = _exposed(by_stage, seconds, order, free)
+                more = sum(seconds.values()) - sum(map(products.__getitem__, seconds))
+                more += self._overhead(chosen, phase, count, free < hideable)
+                prices.append(ChunkPrice(count, phase, attention, sum(products.values()), whole, chunked, more))
+        return prices
+
+    def _seconds(self, node: fx.Node, count: int = 1) -> float:
+        rate = self._program.plan.cost.flops * filled_part(self._program, node, self._values, count)
+        return self._flops[node] / rate
+
+    def _overhead(self, chosen: Chosen, phase: str, count: int, is_bare: bool) -> float:
+        """Returns the seconds of more kernels, of sums that are in memory for a norm, and of copies for a backward.
+
+        Args:
+            is_bare: whether collectives do not hide without chunks.
+        """
+        cost, nodes = self._program.plan.cost, {node for node in chosen.cuts if note(node).phase == phase}
+        sent = [self._sent[node.name] for node in nodes & chosen.sends]
+        kernels = _KERNELS * len(nodes & chosen.products) + len(nodes & self._stored) + 2 * len(sent)
+        moved = sum(one.bytes for one in sent if one.op == "all_reduce" and _copies(self._program, one)) * is_bare
+        # What attention gives of each chunk is copied together.
+        joined = sum(value_bytes(self._program, node, self._values) for node in nodes & self._mixing)
+        return cost.kernel_latency * (count - 1) * kernels + (_ACCESSES * moved + 2 * joined) / cost.memory
 
 
 def _listened(program: Program, sends: Set[fx.Node]) -> set[fx.Node]:
@@ -300,19 +373,77 @@ def _listened(program: Program, sends: Set[fx.Node]) -> set[fx.Node]:
     return listened
 
 
-def _exposed(sendings: Sequence[Sending], free: float, of_chunks: float, is_pair: bool = False) -> float:
-    """Returns the seconds of collectives that products beside them leave bare.
+def _exposed(
+    sendings: Mapping[fx.Node, Sequence[Sending]],
+    products: Mapping[fx.Node, float],
+    order: Mapping[fx.Node, tuple[int, int, bool]],
+    free: float,
+) -> float:
+    """Returns the seconds of collectives of chunks that products beside them leave bare.
 
     Args:
+        sendings: of the nodes that communicate, those of each chunk.
+        products: seconds of all chunks.
+        order: as `stages` gives it.
         free: seconds of products that no collective waits for.
-        of_chunks: seconds of other chunks' products.
-        is_pair: whether there are two chunks. While one's scatter is on its way, the other's products run; when it
-            has come, what is gathered of it needs a third chunk beside it.
     """
-    gathers = sum(one.hideable for one in sendings if is_pair and one.collective.op == "all_gather")
-    hideable = sum(one.hideable for one in sendings)
-    hidden = min(of_chunks, hideable - gathers)
-    return sum(one.seconds for one in sendings) - hidden - min(free, hideable - hidden)
+    chains: dict[int, _Chain] = {}
+    stalled, count = 0.0, 1
+    for node, time in products.items():
+        start, stage, _ = order[node]
+        chains.setdefault(start, _Chain()).products[stage] += time
+    for node, ones in sendings.items():
+        start, stage, is_heavy = order[node]
+        hideable, count = sum(one.hideable for one in ones), len(ones)
+        stalled += sum(one.seconds for one in ones) - hideable
+        chains.setdefault(start, _Chain()).sent[stage, is_heavy] += hideable
+    bare = sum(chain.waited(count) for chain in chains.values())
+    return stalled + bare - min(free, bare)
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """What follows each other in chunks.
+
+    Attributes:
+        products: seconds of the heavy stages.
+        sent: those of what a heavy stage sends, and of what is sent in front of one.
+    """
+
+    products: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    sent: dict[tuple[int, bool], float] = field(default_factory=lambda: defaultdict(float))
+
+    def waited(self, count: int) -> float:
+        """Returns the seconds of waiting in so many chunks, in the order of `step_of`.
+
+        What is sent travels one after the other. It is waited for in front of what comes next of the same chunk.
+        """
+        last = max((*self.products, *(stage for stage, _ in self.sent)))
+        parts = [
+            (stage, index, heavy) for stage in range(last + 1) for index in range(count) for heavy in (False, True)
+        ]
+        now = waited = 0.0
+        line = 0.0  # when what has been sent is there
+        arrivals: dict[tuple[int, int], float] = {}
+        for stage, index, heavy in sorted(parts, key=lambda part: step_of(part[0], part[1], part[2], count)):
+            there = arrivals.get((stage, index), 0.0)
+            waited += max(0.0, there - now)
+            now = max(there, now) + (self.products[stage] / count if heavy else 0.0)
+            if time := self.sent[stage, heavy] / count:
+                line = max(now, line) + time
+                arrivals[stage + heavy, index] = line
+        return waited + max(0.0, line - now)
+
+
+def step_of(stage: int, index: int, is_heavy: bool, count: int) -> float:
+    """Returns when a chunk of a stage runs: heavy stages chunk by chunk, a light one after the next chunk's heavy one.
+
+    Args:
+        stage: the number of heavy stages before it.
+        index: of the chunk.
+        count: of chunks.
+    """
+    return stage * count + index if is_heavy else (stage - 1) * count + index + 1.5
 
 
 def _sendings(program: Program, sent: Sequence[Collective], count: int) -> list[Sending]:

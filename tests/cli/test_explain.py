@@ -84,7 +84,7 @@ def test_chunks_of_tokens_are_explained_by_what_they_save_and_cost() -> None:
     assert best["gain"] > 0
     assert found["cheapest"]["count"] > 1
     text = fxpar(*words).out
-    assert "exposed without" in text
+    assert all(word in text for word in ("attention", "exposed", "whole"))
     assert text.rstrip().endswith("cheapest: 1, no chunks pay")
 
 

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fxpar.cli.models import load_model
 from fxpar.compile import compile_model, compile_step
 from fxpar.cost.flops import matmul_flops
+from fxpar.cost.seconds import estimates, travels
 from fxpar.errors import PlanError
 from fxpar.ir.program import Program, note
-from fxpar.ir.regions import inlined
+from fxpar.ir.regions import inlined, region_of
 from fxpar.ir.stages import Stage
 from fxpar.ir.step import batch_symbol
 from fxpar.layout.symbolic_sizes import symbol
@@ -101,7 +102,7 @@ def test_what_is_light_follows_the_next_chunk_s_products() -> None:
 
 
 def test_only_what_lies_between_a_collective_and_a_product_is_cut() -> None:
-    """What no collective waits for stays whole, and so do operations over all rows, draws and products of tokens."""
+    """What no collective waits for stays whole, and so do operations over all rows and draws."""
     head = _HEAD + '%other = input["other"] : f32[8, 5] tp:R\n%rng = input["fxpar.rng"] : i64[3] tp:R\n'
     text = "%before = aten.relu.default(%x) : f32[b, 6] tp:S(1)\n" + _SUM.replace("(%x,", "(%before,")
     text += (
@@ -113,8 +114,9 @@ def test_only_what_lies_between_a_collective_and_a_product_is_cut() -> None:
     )
     names = order(head + text)
     in_chunks = {name.partition("_chunk")[0] for name in names if "_chunk" in name}
-    assert in_chunks == {"x", "before", "h", "h_sum", "y"}
-    assert names[-6:] == ["y", "after", "h_sum", "turned", "noise", "scores"]
+    assert in_chunks == {"x", "before", "h", "h_sum", "y", "scores"}
+    whole = [name for name in names if "_chunk" not in name and name != "b_whole"]
+    assert whole == ["y", "after", "scores", "h_sum", "turned", "noise"]
 
 
 _OVER_ROWS = (
@@ -208,15 +210,40 @@ def in_chunks(step: Program) -> Counter[str]:
     return Counter(str(node.target) for node in step.graph.nodes if node.target in CHUNKED)
 
 
+class Masked(nn.Module):
+    """Attention of heads that share keys, with a mask of the words of each row, and one of a window for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.query, self.out = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.keys = nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Returns the loss."""
+        x = self.embed(ids)
+        length = ids.shape[1]
+        places = torch.arange(length)
+        window = (places[:, None] - places[None, :]).abs() < 3
+        for mask in ((ids > 4)[:, None, None, :] & window, window[None, None]):
+            q, k, v = (part(x).unflatten(2, (-1, 2)).transpose(1, 2) for part in (self.query, *self.keys))
+            y = nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+            x = x + self.out(y.transpose(1, 2).flatten(2))
+        logits = nn.functional.linear(x, self.embed.weight)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
 _FULL, _SELECTIVE = Recompute("full"), Recompute("selective")
 _EVERY_TIME: tuple[tuple[Any, ...], ...] = (
     (Attentive, 3, 2, {}),
     (Attentive, 2, 4, {"sequence_parallel": True}),
     (Small, 6, 2, {"dp": 2, "sequence_parallel": True}),
     (Small, 5, 3, {"recompute": _FULL}),
+    (Masked, 5, 3, {}),
 )
 _MORE: tuple[tuple[Any, ...], ...] = (
     (Attentive, 6, 2, {"dp": 2}),
+    (Masked, 5, 2, {"sequence_parallel": True}),
+    (Masked, 2, 3, {"recompute": _FULL}),
     (Attentive, 5, 3, {"tp": 4}),
     (Attentive, 3, 2, {"recompute": _FULL, "sequence_parallel": True}),
     (Attentive, 3, 2, {"recompute": _SELECTIVE}),
@@ -241,14 +268,25 @@ def test_values_and_gradients_stay(
     assert print_program(parse_program(text)) == text
 
 
-def test_products_are_cut_but_those_of_tokens() -> None:
-    """Gradients of weights are added up; attention is computed of all rows."""
+def test_products_are_cut_but_gradients_of_attention() -> None:
+    """Gradients of weights are added up; those of attention are computed of all rows, the forward chunk by chunk."""
     step = trial(Attentive, 3, 2).step
-    assert [node.name for node, _ in matmul_flops(step) if "_chunk" not in node.name] == ["attention_forward"]
+    assert [node.name for node, _ in matmul_flops(step) if "_chunk" not in node.name] == []
+    attention = [node.name for node in step.graph.nodes if str(node.target).startswith("fxpar.attention")]
+    assert attention == ["attention_forward_chunk0", "attention_forward_chunk1", "attention_backward"]
     weights = {name for name in step.outputs if name.endswith(".weight") and "norm" not in name and "embed" not in name}
     returned = step.output_nodes()
     assert {str(returned[name].target) for name in weights} == {"fxpar.add_chunks"}
     assert "add_chunks" not in str(returned["fxpar.gradient.embed.weight"].target)  # a table larger than the rows
+
+
+def test_masks_of_rows_are_cut_and_those_of_all_rows_are_whole() -> None:
+    step = trial(Masked, 5, 3).step
+    masks = [node.args[3] for node in step.graph.nodes if str(node.target) == "fxpar.attention_forward"]
+    assert len(masks) == 6
+    shapes = [str(note(mask).type) for mask in masks if isinstance(mask, fx.Node)]
+    rows = ("floor(b/3)", "-floor(b/3) + floor(2*b/3)", "b - floor(2*b/3)")
+    assert Counter(shapes) == {"bool[1, 1, s, s]": 3, **{f"bool[{size}, 1, s, s]": 1 for size in rows}}
 
 
 def test_gradients_of_weights_put_no_chunks_together() -> None:
@@ -265,47 +303,85 @@ def costs(bandwidth: float) -> Cost:
     return replace(free, bandwidth=bandwidth, flops=1e3, multiprocessors=1)
 
 
-def prices(bandwidth: float) -> dict[tuple[str, int], ChunkPrice]:
+def prices(bandwidth: float) -> dict[tuple[str, int, bool], ChunkPrice]:
     step = Trial(Attentive, 8, tp=2, cost=costs(bandwidth), communication=Communication("copy")).step
     rows = symbol(batch_symbol(step))
-    found = chunk_prices(step, rows, ChunkChoice(step, rows).chosen())
-    return {(price.phase, price.count): price for price in found}
+    found = chunk_prices(step, rows, ChunkChoice(step, rows))
+    return {(price.phase, price.count, price.attention): price for price in found}
 
 
-def test_sums_of_a_forward_hide_behind_all_chunks_but_one() -> None:
-    """Without chunks a forward waits for all of them. A backward has the gradients of weights in any case."""
+@pytest.mark.parametrize("bandwidth", [100, 400, 3000])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_forward_waits_as_long_as_the_price_says(bandwidth: float, count: int) -> None:
+    """As the clock of the step in chunks says."""
+    found, transport = prices(bandwidth), Communication("copy", token_chunks=count)
+    step = Trial(Attentive, 8, tp=2, cost=costs(bandwidth), communication=transport).step
+    waited = sum(
+        travel.exposed
+        for travel in travels(step)
+        if travel.collective.phase == "forward" and "cross_entropy" not in travel.collective.node
+    )
+    assert found["", count, True].chunked == pytest.approx(waited, rel=0.15)
+    assert found["", count, True].whole == pytest.approx(3 * 8 * (8 * 6 * 8) / bandwidth)
+
+
+def test_each_phase_is_priced_and_attention_of_the_forward() -> None:
+    """A backward has the gradients of weights to hide behind in any case."""
     found = prices(100)
-    assert set(found) == {(phase, count) for phase in ("", "backward") for count in (2, 4, 8)}
-    sums = 3 * 8 * (8 * 6 * 8) / 100  # three of [8, 6, 8] in 8 bytes
+    assert set(found) == {
+        (phase, count, attention)
+        for phase, attention in (("", False), ("", True), ("backward", False))
+        for count in (2, 4, 8)
+    }
     products = 2 * 48 * (4 * 8 * 8 + 2 * 8 * 12 + 8 * 20) / 2 / 1000  # of 48 tokens, on each of two ranks
-    for count in (2, 4, 8):
-        assert found["", count].whole == pytest.approx(sums)
-        assert found["", count].chunked == pytest.approx(sums - products * (count - 1) / count)
-    assert found["backward", 2].whole == pytest.approx(sums - products)
-    assert prices(1000)["backward", 2].whole == 0.0
-    assert prices(1000)["backward", 2].gain == 0.0
+    sums = found["", 2, False].whole
+    assert found["backward", 2, False].whole == pytest.approx(sums - products)
+    assert prices(1000)["backward", 2, False].whole == 0.0
+    assert prices(1000)["backward", 2, False].gain == 0.0
+
+
+def test_sums_of_the_output_s_products_travel_beside_attention() -> None:
+    found = prices(200)
+    assert found["", 4, True].chunked < found["", 4, False].chunked
+    assert cheapest([*found.values()])[2]
+
+
+def test_attention_of_few_heads_takes_as_long_for_a_chunk_as_for_all_rows() -> None:
+    cost = replace(costs(200), multiprocessors=1000)
+    step = Trial(Attentive, 8, tp=2, cost=cost, communication=Communication("copy")).step
+    rows = symbol(batch_symbol(step))
+    more = {
+        price.attention: price.more
+        for price in chunk_prices(step, rows, ChunkChoice(step, rows))
+        if price.count == 4 and not price.phase
+    }
+    (seconds,) = (time for node, time in estimates(step).products.items() if "attention" in node.name)
+    assert more[True] - more[False] == pytest.approx(3 * seconds)
 
 
 def test_of_two_chunks_nothing_is_beside_a_gather() -> None:
-    """A scatter and a gather, of which a second chunk hides the first half of the way, and a third one all of it."""
+    """The first chunk's scatter alone is hidden: its gather comes after the other's scatter. A third one hides all."""
     step = parse_program(_SCATTERED)
     step = step.with_(plan=replace(step.plan, cost=costs(1e4), communication=Communication("copy")))
     rows = symbol(batch_symbol(step))
-    found = {price.count: price for price in chunk_prices(step, rows, ChunkChoice(step, rows).chosen())}
+    found = {price.count: price for price in chunk_prices(step, rows, ChunkChoice(step, rows))}
     assert found[2].whole == pytest.approx(2 * (4 * 10 * 8 * 4) / 2 / 1e4)
-    assert found[2].chunked == pytest.approx(found[2].whole / 2)
+    assert found[2].chunked == pytest.approx(found[2].whole * 3 / 4)
     assert found[4].chunked == pytest.approx(0.0)
 
 
 def test_the_cheapest_number_saves_most_over_the_phases() -> None:
     def price(count: int, phase: str, saved: float) -> ChunkPrice:
-        return ChunkPrice(count, phase, products=100.0, whole=50.0, chunked=50.0 - saved, more=0.0)
+        return ChunkPrice(count, phase, False, products=100.0, whole=50.0, chunked=50.0 - saved, more=0.0)
 
     both = [price(2, "", 10.0), price(2, "backward", 5.0), price(4, "", 12.0), price(4, "backward", -9.0)]
-    assert cheapest(both) == (2, ("", "backward"))
-    assert cheapest([*both, price(8, "", 15.5), price(8, "backward", 1.0)]) == (8, ("",))
-    assert cheapest([price(2, "", 1.0), price(4, "", 1.4)]) == (1, ())  # too little to be known
-    assert cheapest([]) == (1, ())
+    assert cheapest(both) == (2, ("", "backward"), False)
+    assert cheapest([*both, price(8, "", 15.5), price(8, "backward", 1.0)]) == (8, ("",), False)
+    assert cheapest([price(2, "", 1.0), price(4, "", 1.4)]) == (1, (), False)  # too little to be known
+    assert cheapest([]) == (1, (), False)
+    of_attention = replace(price(4, "", 18.0), attention=True)
+    assert cheapest([*both, of_attention]) == (4, ("",), True)
+    assert cheapest([*both, replace(of_attention, chunked=40.0)]) == (2, ("", "backward"), False)
 
 
 @pytest.mark.parametrize(("bandwidth", "phases"), [(1000, {""}), (10, {"", "backward"}), (1e9, set())])
@@ -325,6 +401,19 @@ def test_draws_are_of_all_rows() -> None:
     draws = [node.name for node in step.graph.nodes if node.op == "call_function" and note(node).random]
     assert len(draws) == 4
     assert not any("_chunk" in name for name in draws)
+
+
+def test_sums_at_the_end_of_a_layer_travel_beside_products() -> None:
+    """At the end of a region all that is on its way is waited for: it ends in front of what is sent next."""
+    loaded = load_model("hf:llama,num_hidden_layers=4,attention_dropout=0.0", 8, None, 1, True)
+    plan = Plan(tp=2, communication=Communication(token_chunks=4))
+    program = compile_model(loaded.model, loaded.batch, plan).program
+    trained = [p.fqn for p in program.parameters if p.trainable]
+    step = compile_step(program, program.outputs, (str(program.loss),), trained)
+    assert sum(region_of(node) is not None and not note(node).phase for node in step.graph.nodes) > 1
+    travelling = [travel for travel in travels(inlined(step)) if travel.collective.phase == "forward"]
+    bare = {travel.collective.node for travel in travelling if not travel.beside}
+    assert bare == {"embedding_reduce_from_chunk0", "cross_entropy_forward"}
 
 
 def test_what_a_norm_sums_over_rows_is_added_up() -> None:
@@ -368,10 +457,15 @@ _PLANS: dict[str, dict[str, Any]] = {
     "data": {"tp": 2, "dp": 2},
     "four": {"tp": 4},
 }
-_SOMETIMES = [(name, plan) for name in _ARCHITECTURES for plan in _PLANS]
+# Without dropout attention is in chunks: of shared heads, of a window, and with biases.
+_UNDROPPED = (
+    *("llama,attention_dropout=0.0", "mistral,attention_dropout=0.0,sliding_window=3", "gpt2,attn_pdrop=0.0"),
+    *("qwen3,attention_dropout=0.0", "bert,attention_probs_dropout_prob=0.0", "t5,dropout_rate=0.0"),
+)
+_SOMETIMES = [(name, plan) for name in (*_ARCHITECTURES, *_UNDROPPED) for plan in _PLANS]
 
 
-@pytest.mark.parametrize(("name", "plan"), few(_SOMETIMES, [("llama", "sequence"), ("bert", "tensor")]))
+@pytest.mark.parametrize(("name", "plan"), few(_SOMETIMES, [(_UNDROPPED[0], "sequence"), ("bert", "tensor")]))
 def test_architectures(name: str, plan: str) -> None:
     """Three chunks of five or, on ranks that share out the batch, of ten rows."""
     chosen = _PLANS[plan]
@@ -383,6 +477,8 @@ def test_architectures(name: str, plan: str) -> None:
     assert program.loss is not None
     step = inlined(compile_step(program, program.outputs, (program.loss,), trained))
     assert in_chunks(step)["fxpar.join_chunks"] > 4
+    attention = [node.name for node in step.graph.nodes if str(node.target) == "fxpar.attention_forward"]
+    assert name not in _UNDROPPED or all("_chunk" in one for one in attention)
     inputs = call_inputs(compiled.captured, model, loaded.batch)
     report = verify_values(captured, step, program_state(captured, model), inputs)
     assert report.ok, report

@@ -47,6 +47,7 @@ _JOIN = "join_chunks([%linear_chunk0, %linear_chunk1], 0)"
 _ADD = "add_chunks([%getitem_6_chunk0, %getitem_6_chunk1])"
 _TAKE = "take_chunk(%dropout_1, 0, %b, 0, 2)"
 _SIZE = "chunk_size(%b, 1, 0, 2)"
+_ATTENDED = "join_chunks([%getitem_3_chunk0, %getitem_3_chunk1], 0)"
 _TANH, _TANH_BACKWARD = "aten.linear.default(%tanh_chunk", "aten.mm.default(%tanh_backward_chunk"
 
 # Edits of the step: the check that rejects it with three rows, what it says, what stands there, and what is put there.
@@ -86,6 +87,8 @@ _ATTENTIVE: list[tuple[str, str, str, str]] = [
     ("step", "is not the gradient", _TANH, _TANH.replace("tanh", "linear_4_bias")),
     ("chunks", "is computed in another way", f"{_TANH_BACKWARD}1", "aten.mm.default(%mm_3_chunk1"),
     ("step", "is not the gradient", _TANH_BACKWARD, "aten.mm.default(%mm_3_chunk"),
+    ("chunks", "reads two chunks", "%transpose_chunk1, %transpose_1_chunk1", "%transpose_chunk1, %transpose_1_chunk0"),
+    ("chunks", "is not chunk 0 of 2", _ATTENDED, "join_chunks([%getitem_3_chunk1, %getitem_3_chunk0], 0)"),
     ("shapes", "is 2 on a rank", _SIZE, "chunk_size(%b, 1, 1, 2)"),
     ("shapes", "on a rank", _SIZE, "chunk_size(%b, 1, 0, 3)"),
     ("shapes", "is 0 on a rank", _SIZE, "chunk_size(%b, 2, 0, 2)"),
