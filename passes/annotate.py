@@ -15,6 +15,7 @@ from fxpar.ir.properties import Property
 from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.nesting import spelled
 from fxpar.manager import register_pass
+from fxpar.sharding.batch_sharding import share_out
 from fxpar.sharding.choose import Choice, place
 from fxpar.sharding.layout_explanation import reason_of
 from fxpar.sharding.options import Option, value_of
@@ -47,6 +48,12 @@ def annotate(program: Program) -> Program:
     choices of legal signatures that one is taken which costs the fewest seconds of a training step (`fxpar.sharding`):
     collectives, forward and backward, matrix products and memory traffic, the optimizer's too. Shards of weights are
     never converted.
+
+    With `Plan(shard=…)` data ranks share out every trained parameter besides, in the first dimension that they divide::
+
+        %w = parameter["c_fc.weight"] : f32[96, 384] dp:S(0) tp:S(1)
+
+    Operations need it whole on these axes as before, so that `insert_collectives` gathers it.
     """
     return _annotate(program, _LAYOUTS.get({}))
 
@@ -75,6 +82,7 @@ def _annotate(program: Program, layouts: Mapping[str, Layout]) -> Program:
     for choice in placed.choices.values():
         _note_reasons(program, choice)
     _write(program, placed.options)
+    share_out(program)
     return program
 
 

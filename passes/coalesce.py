@@ -9,12 +9,13 @@ from graphlib import CycleError, TopologicalSorter
 import torch
 from torch import fx
 
-from fxpar.ir.grad_flow import owner_of, summed
-from fxpar.ir.program import Note, Program, insert_call, note, operands, tensor_type
+from fxpar.ir.grad_flow import owner_of, summed, weights_of
+from fxpar.ir.operators import axes_of
+from fxpar.ir.program import Note, Program, insert_call, note, operands, tensor_type, update
 from fxpar.ir.properties import Property
 from fxpar.layout.symbolic_sizes import product
 from fxpar.manager import register_pass
-from fxpar.ops.collectives import copy_to, copy_to_shared, sum_gradients
+from fxpar.ops.collectives import all_gather, copy_to, copy_to_shared, sum_gradients
 
 # Bytes of gradients that one reduction sums at most: large enough for bandwidth, small enough to start early.
 BUCKET = 64 * 2**20
@@ -49,6 +50,7 @@ def coalesce(program: Program) -> Program:
     makes their gradients; a bucket is closed when it is full. Buckets stand in the order in which parameters take the
     axes; where two parameters take them in opposite orders, just the first coercion of each is put into one.
     """
+    _gather_parameters(program)
     reductions = [node for node in program.graph.nodes if _is_reduction(program, node)]
     order = _order(reductions)
     if order is None:
@@ -60,6 +62,28 @@ def coalesce(program: Program) -> Program:
     for bucket in sorted(buckets, key=lambda bucket: order.index(str(bucket[0].kwargs["axis"])), reverse=True):
         _merge(program, bucket)
     return program
+
+
+def _gather_parameters(program: Program) -> None:
+    """Marks what gathers parameters that data ranks share out; what runs once a step goes in front of all else."""
+    shard = program.plan.shard
+    if shard == "none":
+        return
+    owned = [program.node(p.node) for p in program.parameters if p.trainable]
+    weights = weights_of(program.graph, owned)
+    for node in list(program.graph.nodes):
+        if node.target is all_gather and node in weights and set(axes_of(node)) <= set(program.plan.sharding_axes):
+            update(node, shard=shard)
+            if shard != "parameters":
+                _to_front(program, node)
+
+
+def _to_front(program: Program, node: fx.Node) -> None:
+    """Puts a node and what it is made of in front of all others."""
+    if node.op != "placeholder":
+        _first(program).prepend(node)
+        for source in operands(node):
+            _to_front(program, source)
 
 
 def _is_reduction(program: Program, node: fx.Node) -> bool:

@@ -268,8 +268,7 @@ class _Backward:
 
     def _entered(self, node: fx.Node, gradient: fx.Node | None) -> fx.Node | None:
         """Casts gradients of half-precision parameters, and of what they make, to the main type for sums over ranks."""
-        is_sum = isinstance(node.target, Operator) and node.target.sums_gradients
-        if gradient is None or not is_sum or not is_copy(self.program.plan, output_types(gradient)[0]):
+        if gradient is None or not _sums(node) or not is_copy(self.program.plan, output_types(gradient)[0]):
             return gradient
         if not of_parameter(node) and node not in self.made_of_weights:
             return gradient
@@ -278,8 +277,7 @@ class _Backward:
     def _left(self, node: fx.Node, gradient: fx.Node) -> fx.Node:
         """Casts gradients of what is made of parameters to its type; parameters have those of main values."""
         kind = output_types(operands(node)[0])[0]
-        is_sum = isinstance(node.target, Operator) and node.target.sums_gradients
-        if not is_sum or of_parameter(node) or output_types(gradient)[0].dtype == kind.dtype:
+        if not _sums(node) or of_parameter(node) or output_types(gradient)[0].dtype == kind.dtype:
             return gradient
         return self._cast(gradient, kind.dtype, note(node))
 
@@ -325,6 +323,11 @@ class _Backward:
             self.repeats.learn(key, start, gradients)
         for operand, gradient in gradients.items():
             self._add(operand, 0, gradient, derived.like)
+
+
+def _sums(node: fx.Node) -> bool:
+    """Returns whether gradients of parameters are summed over ranks where a node is differentiated."""
+    return isinstance(node.target, Operator) and (node.target.sums_gradients or bool(note(node).shard))
 
 
 def _is_float(node: fx.Node) -> bool:

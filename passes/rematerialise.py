@@ -65,14 +65,22 @@ def rematerialise(program: Program) -> Program:
 
     Bytes are those of a rank, for inputs of the example's sizes. What the author's regions keep is chosen from as well.
 
+    With `Plan(shard="parameters")` what gathers a parameter is repeated in any mode, in front of the first node of the
+    backward that reads it: no rank keeps the whole model.
+
     Refuses a budget that no choice keeps.
     """
-    if program.plan.recompute.mode != "selective":
-        return program
-    backward = [node for node in program.graph.nodes if node.op == "call_function" and note(node).phase == BACKWARD]
-    chosen = _chosen(program)
-    compute_again(program, chosen, backward)
+    if program.plan.recompute.mode == "selective":
+        compute_again(program, _chosen(program), _backward(program))
+    if program.plan.shard == "parameters":
+        # Behind the others, since what computes a layer again reads its parameters too.
+        gathers = {node for node in program.graph.nodes if node.op == "call_function" and note(node).shard}
+        compute_again(program, {node for node in gathers if is_forward(node)}, _backward(program))
     return program
+
+
+def _backward(program: Program) -> list[fx.Node]:
+    return [node for node in program.graph.nodes if node.op == "call_function" and note(node).phase == BACKWARD]
 
 
 def _chosen(program: Program) -> set[fx.Node]:
@@ -83,6 +91,8 @@ def _chosen(program: Program) -> set[fx.Node]:
     seconds = _seconds(program, stored, sent, {*cheap, *gathers, *products})
     readers = {node: [user for user in node.users if not is_forward(user)] for node in program.graph.nodes}
     reads = [node for node, users in readers.items() if is_forward(node) and users and node.op != "output"]
+    # Parameters are no activations: how long they are whole the plan says.
+    reads = [node for node in reads if node.op == "placeholder" or not note(node).shard]
     # The parameter phase runs once after all microbatches, when their forwards are gone.
     fixed = {node for node in reads if any(note(user).phase == PARAMETER for user in readers[node])}
     fixed |= {node for node in program.output_nodes().values() if is_forward(node)}

@@ -24,7 +24,7 @@ from torch import fx
 
 from fxpar.cost.communication import collectives
 from fxpar.ir.program import Program, note
-from fxpar.ir.step import PARAMETER
+from fxpar.ir.step import ONCE, PARAMETER, phase_of
 from fxpar.ops.operator import Operator
 
 
@@ -104,7 +104,8 @@ def copyable(program: Program) -> dict[fx.Node, int]:
         node = by_name[sent.node]
         target = node.target
         assert isinstance(target, Operator)
-        if target.copies and sent.op == target.sends[0] and note(node).phase != PARAMETER and node in alive:
+        is_once = phase_of(node) in (ONCE, PARAMETER)
+        if target.copies and sent.op == target.sends[0] and not is_once and node in alive:
             sizes[node] = sent.bytes
     return sizes
 

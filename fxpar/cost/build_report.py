@@ -30,7 +30,15 @@ from fxpar.cost.figures import (
 )
 from fxpar.cost.flops import split_flops
 from fxpar.cost.measure import Measured, SavedStorage, measure
-from fxpar.cost.parameter_memory import OPTIMIZERS, OptimizerKind, copy_bytes, held_by, held_bytes, local_elements
+from fxpar.cost.parameter_memory import (
+    OPTIMIZERS,
+    OptimizerKind,
+    copy_bytes,
+    gathered_bytes,
+    held_by,
+    held_bytes,
+    local_elements,
+)
 from fxpar.cost.reasons import remarks, whole_matrices, without_rule
 from fxpar.cost.stage_cut_points import in_flight, stage_shares
 from fxpar.errors import CheckFailed, InputError, shown
@@ -288,12 +296,13 @@ def _ranks(program: Program, step: Measured, kind: OptimizerKind, inputs: int) -
     state = sum(kind.bytes(held_bytes(program, p)) for p in trained)
     activations = sum(tensor.bytes for tensor in step.saved)
     copies = sum(copy_bytes(program, p) for p in weights)
-    peak = parameters + copies + buffers + state + inputs + step.peak.bytes
+    gathered = sum(gathered_bytes(program).values())
+    peak = parameters + copies + gathered + buffers + state + inputs + step.peak.bytes
     ranks = []
     for rank, place in enumerate(places(program)):
         mine = [held_by(program, p, place) for p in weights]
         whole, shared, padding = (sum(getattr(h, part) for h in mine) for part in ("whole", "shared", "padding"))
-        parts = (whole, shared, padding, copies, buffers, gradients, state, activations, peak)
+        parts = (whole, shared, padding, copies, gathered, buffers, gradients, state, activations, peak)
         ranks.append(RankMemory(rank, parameters, *parts))
     return tuple(ranks)
 
@@ -408,6 +417,9 @@ def joined(reports: Sequence[Report], lines: Sequence[StageLine], plan: Plan) ->
     )
 
 
+_RESIDENT = ("parameters", "copies", "gathered", "buffers", "gradients", "optimizer")
+
+
 def _rank(
     number: int, place: int, stages: Sequence[int], top: int, reports: Sequence[Report], lines: Sequence[StageLine]
 ) -> RankMemory:
@@ -418,7 +430,7 @@ def _rank(
     activations = sum(lines[stage].in_flight * lines[stage].activations for stage in stages)
     step = reports[top].peak.bytes  # with what one microbatch keeps, and the gradients of that stage
     step -= reports[top].ranks[place].activations + reports[top].ranks[place].gradients
-    resident = sum(sums[name] for name in ("parameters", "copies", "buffers", "gradients", "optimizer"))
+    resident = sum(sums[name] for name in _RESIDENT)
     peak = resident + reports[top].inputs + activations + max(step, 0)
     return RankMemory(rank=number, **sums, activations=activations, peak=peak)
 

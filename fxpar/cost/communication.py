@@ -107,7 +107,9 @@ def _crossing(program: Program, node: fx.Node, differentiated: Set[fx.Node], of_
     held_types = tuple(held_type(program.plan, kind) for kind in call.outputs)
     takes = tuple(_takes(node, index, differentiated) for index in range(len(after)))
     operand_placements, output_placements = (tuple(placement for _, placement in side) for side in (before, after))
-    return CollectiveSite(call, operand_placements, output_placements, held_types, of_parameters, takes)
+    return CollectiveSite(
+        call, operand_placements, output_placements, held_types, of_parameters, note(node).shard, takes
+    )
 
 
 def in_input_sizes(program: Program, size: Size) -> str:

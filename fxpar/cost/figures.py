@@ -171,6 +171,7 @@ class RankMemory:
         shared: key and value heads that are fewer than the ranks.
         padding: elements that are none of the model's.
         copies: of parameters in the program's type, where those are main values in float32 (mixed precision).
+        gathered: of parameters, whole for a step, where data ranks share them out between steps.
         buffers: buffers and constants.
         gradients: after the backward.
         activations: what autograd keeps between forward and backward.
@@ -184,6 +185,7 @@ class RankMemory:
     shared: Annotated[int, FigureColumn("  blocks that neighbours hold too", amount)]
     padding: Annotated[int, FigureColumn("  padding", amount)]
     copies: Annotated[int, FigureColumn("copies in half precision", amount)]
+    gathered: Annotated[int, FigureColumn("gathered for the step", amount)]
     buffers: Annotated[int, FigureColumn("buffers", amount)]
     gradients: Annotated[int, FigureColumn("gradients", amount)]
     optimizer: Annotated[int, FigureColumn("optimizer", amount)]

@@ -32,7 +32,7 @@ from fxpar.cost.communication import symbol_sizes
 from fxpar.cost.figures import Moment
 from fxpar.errors import InputError
 from fxpar.ir.program import Program, ScalarType, has_note, note, output_layouts, tensor_type
-from fxpar.ir.step import RECOMPUTE, RNG_PATH, output_of, parameter_gradients
+from fxpar.ir.step import ONCE, RECOMPUTE, RNG_PATH, output_of, parameter_gradients, phase_of
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops.counter import without_bits
@@ -191,6 +191,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self, storages: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.own = storages
+        self.apart: set[int] = set()
         self.phase, self.module = "forward", ""
         self.peaks: dict[str, Moment] = {}
         self.largest = Moment(0, "forward", "", "")
@@ -211,17 +212,30 @@ class Ledger(TorchDispatchMode):
         return out
 
     def _send(self, func: Any, args: Any, out: Any) -> None:
-        name = _NAMES.get(func._opname)
+        name = _NAMES.get(func._opname.removesuffix("_coalesced"))
         if name is None:
             return
         whole = out if name == "all_gather" else args[0]
         ranks = len(args[1]) if name == "all_to_all" else 1
-        self.collectives[name, whole.nbytes * ranks] += 1
-        self.sent += 1
+        for value in _tensors(whole):
+            self.collectives[name, value.nbytes * ranks] += 1
+            self.sent += 1
+
+    def _forget(self, key: int) -> None:
+        self.apart.discard(key)
+        del self._storages[key]
+
+    def leaves_out(self, key: int) -> bool:
+        """Returns whether a storage does not count."""
+        return key in self.own or key in self.apart
 
     def _enter(self, storage: torch.UntypedStorage, operator: str) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self.own or key in self._storages:
+        if self.leaves_out(key) or key in self._storages:
+            return
+        if self.phase == ONCE:  # whole parameters, which are listed apart
+            self.apart.add(key)
+            self._storages[key] = weakref.ref(storage, lambda _: self._forget(key))
             return
 
         def leave(_: Any) -> None:
@@ -262,7 +276,7 @@ class _Walk(fx.Interpreter):
                 raise _Stopped
         if has_note(n) and n.op == "call_function":
             node_note = note(n)
-            phase = RECOMPUTE if node_note.origin == RECOMPUTE and node_note.phase else node_note.phase or "forward"
+            phase = RECOMPUTE if node_note.origin == RECOMPUTE and node_note.phase else phase_of(n) or "forward"
             self.ledger.phase, self.ledger.module = phase, node_note.fqn
         output = super().run_node(n)
         if n.op == "call_function":
@@ -283,7 +297,7 @@ class _Walk(fx.Interpreter):
             is_read = is_read and any(has_note(user) and note(user).phase for user in node.users)
             for leaf in _tensors(value) if is_read else ():
                 key = leaf.untyped_storage()._cdata
-                if key not in self.ledger.own and key not in seen:
+                if not self.ledger.leaves_out(key) and key not in seen:
                     seen.add(key)
                     # What no operator made is the random state.
                     module = self._made[key][1] if key in self._made else ""

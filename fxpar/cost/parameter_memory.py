@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 
-from fxpar.ir.program import Parameter, Program, output_layouts
+from fxpar.ir.grad_flow import gathered_parameters
+from fxpar.ir.program import Parameter, Program, output_layouts, tensor_type
 from fxpar.ir.step import held_type, is_copy
 from fxpar.layout.layout import Layout, Placement, share_of
 from fxpar.layout.nesting import local_shape
@@ -69,6 +70,15 @@ def copy_bytes(program: Program, parameter: Parameter) -> int:
     """Returns the bytes of the copy that the program runs on, where the module holds main values."""
     kind = parameter.type
     return local_elements(program, parameter) * kind.dtype.itemsize if is_copy(program.plan, kind) else 0
+
+
+def gathered_bytes(program: Program) -> dict[str, int]:
+    """Returns the bytes of what gathers parameters once a step, by name of the node."""
+    sizes = {}
+    for name in gathered_parameters(program):
+        kind, layout = tensor_type(program.node(name)), output_layouts(program.node(name))[0]
+        sizes[name] = prod(int(size) for size in local_shape(kind.shape, layout, program.axes)) * kind.dtype.itemsize
+    return sizes
 
 
 def held_by(program: Program, parameter: Parameter, place: Mapping[str, int]) -> ParameterBytes:

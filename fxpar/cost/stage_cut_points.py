@@ -208,7 +208,8 @@ def _anywhere(program: Program) -> set[fx.Node]:
         if parameters and of_inputs:
             continue
         largest = MOST_OF_PARAMETERS * sum(value_bytes(program, parameter, values) for parameter in parameters)
-        if parameters and node.target is not sum_gradients and value_bytes(program, node, values) > largest:
+        is_whole = node.target is sum_gradients or bool(note(node).shard)
+        if parameters and not is_whole and value_bytes(program, node, values) > largest:
             continue
         origins[node] = parameters, of_inputs
         anywhere.add(node)
@@ -229,7 +230,7 @@ def _communicates(node: fx.Node) -> bool:
     record = node.target
     if not isinstance(record, Operator):
         return False
-    if record.sums_gradients:
+    if record.sums_gradients or note(node).shard:  # each stage gathers the parameters that it reads
         return False
     return record.draws or bool(record.uncaptured) or (record.traffic is not None and record.sends[0] != "")
 

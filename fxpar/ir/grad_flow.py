@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpar.ir.operators import GraphOperator
 from fxpar.ir.program import Program, TensorType, note, operands, output_types
-from fxpar.ir.step import is_forward
+from fxpar.ir.step import ONCE, is_forward, phase_of
 
 # Which values of a graph are made from parameters alone, and which are a parameter whose gradients are summed.
 
@@ -44,6 +44,19 @@ def summed(node: fx.Node) -> fx.Node | None:
     is_sum = isinstance(source.target, GraphOperator) and source.target.sums_gradients
     is_item = source is not node or (is_sum and isinstance(note(node).type, TensorType))
     return operands(source)[index] if is_sum and is_item else None
+
+
+def gathered_parameters(program: Program) -> dict[str, str]:
+    """Returns what gathers a parameter once a step, by name of the node, with the name of the parameter."""
+    fqns = {p.node: p.fqn for p in program.parameters}
+    gathered = {}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and phase_of(node) == ONCE:
+            source = node
+            while source.op != "placeholder":
+                source = summed(source) or operands(source)[0]
+            gathered[node.name] = fqns[source.name]
+    return gathered
 
 
 # Keys by which equal operations are found, whatever their nodes are called and wherever they stand.

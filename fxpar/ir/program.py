@@ -169,6 +169,7 @@ class Note:
         stages: of a pipeline, that of the node; of a parameter, those that read it.
         buffer: through which ranks copy into each other's memory; 0 where they send through their process group.
         one_shot: whether one kernel copies, waits and adds, as nothing is computed alongside it, or picks rows.
+        shard: of what gathers a parameter that data ranks share out, how long the whole lives: as `Plan.shard` says.
         eager: of a lowered program that is compiled, whether the node runs as it is, between what is compiled.
     """
 
@@ -187,6 +188,7 @@ class Note:
     stages: tuple[int, ...] = ()
     buffer: int = 0
     one_shot: bool = False
+    shard: str = ""
     eager: bool = False
 
 

@@ -243,6 +243,8 @@ BACKWARD, WEIGHT, PARAMETER = "backward", "weight", "parameter"
 # `weight`: the part of a backward on which no gradient of an input depends, where that is cut off; `parameter`: what is
 # made of gradients once a step.
 PHASES = ("", BACKWARD, WEIGHT, PARAMETER)
+# Of the forward, what gathers parameters once a step, in front of all microbatches.
+ONCE = "once"
 # Origin of a node of the backward that computes again what the forward has.
 RECOMPUTE = "recompute"
 # Path of the input that is the state of the random numbers, which is made for each step.
@@ -256,6 +258,12 @@ _INPUT_GRADIENT = "fxpar.input_gradient."
 def is_forward(node: fx.Node) -> bool:
     """Returns whether a node is neither of the backward nor of the parameter phase."""
     return not has_note(node) or note(node).phase == ""
+
+
+def phase_of(node: fx.Node) -> str:
+    """Returns when a node runs: in a phase, or `ONCE`."""
+    noted = note(node)
+    return ONCE if not noted.phase and noted.shard in ("optimizer", "gradients") else noted.phase
 
 
 def tangent_path(output: str) -> str:

@@ -115,8 +115,8 @@ class Purpose:
 PURPOSES: Mapping[str, Purpose] = {
     "pp": Purpose(Cuts.LAYERS, "pipeline parallel"),
     "dp": Purpose(Cuts.BATCH, "data parallel"),
-    "dp_out": Purpose(Cuts.BATCH, "data parallel, of the same experts"),
-    "dp_in": Purpose(Cuts.BATCH, "data parallel, of different experts"),
+    "dp_out": Purpose(Cuts.BATCH, "data parallel, of the same experts or shards"),
+    "dp_in": Purpose(Cuts.BATCH, "data parallel, of different experts or shards"),
     "cp": Purpose(Cuts.SEQUENCE, "context parallel"),
     "tp": Purpose(Cuts.FEATURES, "tensor parallel"),
     "edp": Purpose(Cuts.BATCH, "data parallel for experts"),

@@ -56,6 +56,8 @@ class Mesh:
         rank_offset: number of the first rank.
         virtual: stages of the pipeline that each rank holds; more than one needs pp > 1.
         hierarchical_cp: sizes of the levels of cp, from the fastest, groups cp1, cp2, …; their product is cp.
+        dp_shard: of dp those neighbours that share out parameters, groups dp_in; the same ones are held by the groups
+            dp_out. By default all of dp.
         kv_heads: key and value heads that tp splits, in groups kv_in and kv_out. Where they are fewer than tp, that is
             kv_in·kv_out, kv_in fast: kv_out ranks apart hold different heads, kv_in neighbours the same (SPEC section
             2.2). None leaves tp whole.
@@ -76,12 +78,13 @@ class Mesh:
     virtual: int = 1
     hierarchical_cp: tuple[int, ...] = ()
     kv_heads: int | None = None
+    dp_shard: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.hierarchical_cp, list):
             object.__setattr__(self, "hierarchical_cp", tuple(self.hierarchical_cp))
         # A later stage may rely on what an earlier one found in order.
-        for stage in (self._wrong_values, self._wrong_products, self._wrong_order):
+        for stage in (self._wrong_values, self._wrong_products, self._wrong_order, self._wrong_shards):
             problems = list(stage())
             if problems:
                 axes, reasons, remedies = (dict.fromkeys(texts) for texts in zip(*problems, strict=True))
@@ -91,7 +94,7 @@ class Mesh:
 
     def _wrong_values(self) -> Iterator[_Problem]:
         counts = {name: getattr(self, name) for name in ("tp", "cp", "pp", "ep", "virtual")}
-        maybe = {name: getattr(self, name) for name in ("dp", "etp", "world_size", "kv_heads")}
+        maybe = {name: getattr(self, name) for name in ("dp", "etp", "world_size", "kv_heads", "dp_shard")}
         counts |= {name: value for name, value in maybe.items() if value is not None}
         if isinstance(self.hierarchical_cp, tuple):
             counts |= {f"hierarchical_cp[{level}]": size for level, size in enumerate(self.hierarchical_cp)}
@@ -147,6 +150,17 @@ class Mesh:
         if self.kv_heads is not None and self.kv_heads % self.tp and self.tp % self.kv_heads:
             reason = f"neither of tp={self.tp} and {self.kv_heads} key and value heads divides the other"
             yield "tp", reason, "change tp: with this one, attention stays whole on every rank"
+
+    def _wrong_shards(self) -> Iterator[_Problem]:
+        if self.dp_shard is None:
+            return
+        shards, size, experts = self.dp_shard, self.sizes["dp"], self._data_ranks_of_experts
+        if size % shards:
+            reason = f"dp_shard={shards} does not divide dp={size}"
+            yield "dp_shard", reason, f"give a divisor of {size}"
+        elif 1 < shards < size and experts not in (1, size, shards):
+            reason = f"dp_shard={shards} neighbours of dp share out parameters, and {experts} hold different experts"
+            yield "dp_shard", reason, f"give {experts} or {size}"
 
     def _wrong_order(self) -> Iterator[_Problem]:
         words = self.order.split("-")
@@ -213,10 +227,13 @@ class Mesh:
     def factors(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
         """Returns names and sizes of the factors of dp, cp and tp, from the fastest; empty where these are whole.
 
-        dp is dp_in·dp_out where some of its ranks hold different experts, those of dp_in, and others the same.
+        dp is dp_in·dp_out where some of its ranks, those of dp_in, hold different experts or shards, and others the
+        same.
         """
         factors: dict[str, tuple[tuple[str, int], ...]] = {}
         inner = self._data_ranks_of_experts
+        if self.dp_shard is not None and inner in (1, self.sizes["dp"]):
+            inner = self.dp_shard
         if 1 < inner < self.sizes["dp"]:
             factors["dp"] = (("dp_in", inner), ("dp_out", self.sizes["dp"] // inner))
         if self.kv_heads is not None:

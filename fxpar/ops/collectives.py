@@ -32,7 +32,7 @@ from fxpar.ir.operators import dual, is_finer, pending, shared_fraction
 from fxpar.ir.program import TensorType, changed, note, operands, output_layouts, output_types
 from fxpar.ir.properties import Property
 from fxpar.ir.stages import is_received
-from fxpar.ir.step import PARAMETER
+from fxpar.ir.step import ONCE, PARAMETER
 from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.symbolic_sizes import Size, product, simplify
 from fxpar.ops import peer_copies, process_group
@@ -53,14 +53,19 @@ def _conjugated(reverse: Reverse) -> Gradients:
     (source,) = operands(node)
     (kind,), layout = output_types(source), dual_layout(output_layouts(source)[0])
     kind = TensorType(output_types(gradient)[0].dtype, kind.shape)  # sums of half-precision gradients are wider
-    is_once = target in (all_reduce, reduce_from_shared) and of_parameter(node)
-    place = changed(note(node), phase=PARAMETER) if is_once else note(node)
+    # Data ranks that share out an optimizer's state alone add up whole gradients until the step's last backward.
+    waits = target in (all_reduce, reduce_from_shared) and of_parameter(node)
+    waits |= note(node).shard == "optimizer"
+    place = changed(note(node), phase=PARAMETER) if waits else note(node)
     args, kwargs, name = (gradient,), {"axis": node.kwargs["axis"]}, f"{gradient.name}_{target.__name__}"
     return (reverse.emit.call(target, args, kwargs, kind, place, layouts=[layout], name=name),)
 
 
 def of_parameter(node: fx.Node) -> bool:
-    """Returns whether a node sums gradients of a parameter itself: once a step, and not in each microbatch."""
+    """Returns whether a node sums gradients of a parameter itself, in the main type, and of its whole not in each
+    microbatch."""
+    if note(node).shard:
+        return operands(node)[0].op == "placeholder"
     is_sum = isinstance(node.target, Operator) and node.target.sums_gradients
     owners = [owner_of(source) for source in operands(node)] if is_sum else []
     return is_sum and all(owner.op == "placeholder" and not is_received(owner) for owner in owners)
@@ -108,7 +113,8 @@ def traffic(crossing: CollectiveSite) -> Iterator[Sent]:
     if forward:
         yield Sent(forward, _phase(crossing, "forward"), _bytes(kind, after, cuts))
     if backward and crossing.reached[0]:
-        backward_kind = crossing.stored[0] if crossing.of_parameters and target.sums_gradients else kind
+        is_main = crossing.of_parameters and (target.sums_gradients or crossing.shard)
+        backward_kind = crossing.stored[0] if is_main else kind
         yield Sent(backward, _phase(crossing, "backward"), _bytes(backward_kind, after, cuts))
 
 
@@ -141,7 +147,10 @@ def coalesced_traffic(crossing: CollectiveSite) -> Iterator[Sent]:
 
 
 def _phase(crossing: CollectiveSite, phase: str) -> str:
-    return "parameter" if crossing.of_parameters else phase
+    if crossing.shard in ("optimizer", "gradients") and phase == "forward":
+        return ONCE
+    is_late = crossing.call.target.sums_gradients or crossing.shard == "optimizer"
+    return PARAMETER if crossing.of_parameters and is_late else phase
 
 
 def _bytes(kind: TensorType, placement: Placement, cuts: Sequence[Placement]) -> Size:

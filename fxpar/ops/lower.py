@@ -9,18 +9,31 @@ one that starts where the operator stands, and one that waits in front of the fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpar.ir.program import Note, Program, ScalarType, has_note, module_of, note, operands, set_note, update
+from fxpar.ir.program import (
+    Note,
+    Program,
+    ScalarType,
+    has_note,
+    module_of,
+    note,
+    operands,
+    set_note,
+    tensor_type,
+    update,
+)
 from fxpar.ir.regions import inlined
+from fxpar.ir.step import ONCE, PARAMETER, phase_of
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import TORCH_OPERATORS, Operator, PaddingRows, is_view
-from fxpar.ops.process_group import Group
+from fxpar.ops.process_group import Group, start_gather, start_gathers, start_scatter, start_scatters
 
 # Placeholders of the rows that all ranks and those before this one bring.
 ROWS = ("rows_total", "rows_before")
@@ -96,6 +109,7 @@ def lower(
             _replace(node, node.target, rank)
         elif isinstance(node.target, torch._ops.OpOverload):
             _place(node, rank.device)
+    _send_together(graph)
     leave_unread(graph)
     module = module_of(graph)
     return Lowered(module, inputs, tuple(rank.indices), tuple(program.outputs), uneven_rows)
@@ -152,6 +166,43 @@ def _finish(start: fx.Node, function: Any, rest: tuple[Any, ...], waits: str) ->
     set_note(finish, finish_note)
     name, start.name = start.name, f"{start.name}_start"
     finish.name = name
+
+
+# What is sent once a step of many parameters goes in one call, which NCCL runs as one kernel.
+
+
+def _send_together(graph: fx.Graph) -> None:
+    """Puts what sends parameters, or parts of their gradients, once a step into one call of all between two readers."""
+    pending: dict[Hashable, dict[fx.Node, None]] = {}
+    for node in list(graph.nodes):
+        for key in [key for key, sends in pending.items() if not sends.keys().isdisjoint(node.all_input_nodes)]:
+            _merge(list(pending.pop(key)))
+        if node.target in (start_gather, start_scatter) and phase_of(node) in (ONCE, PARAMETER):
+            kind = tensor_type(node).dtype, node.args[-2:], note(node).stages
+            pending.setdefault((node.target, phase_of(node), *kind), {})[node] = None
+    for sends in pending.values():
+        _merge(list(sends))
+
+
+def _merge(sends: Sequence[fx.Node]) -> None:
+    """Puts one call in place of the last of several that send, and takes of it what each sends."""
+    if len(sends) == 1:
+        return
+    *_, last = sends
+    values, where = [node.args[0] for node in sends], last.args[-2:]
+    with last.graph.inserting_after(last):
+        if last.target is start_gather:
+            call = last.graph.call_function(start_gathers, (values, *where))
+        else:
+            call = last.graph.call_function(start_scatters, (values, [node.args[1:3] for node in sends], *where))
+    types, layouts = (tuple(getattr(note(node), field) for node in sends) for field in ("type", "layout"))
+    set_note(call, replace(note(last), type=types, layout=layouts))
+    for index, node in reversed(list(enumerate(sends))):
+        with last.graph.inserting_after(call):
+            item = last.graph.call_function(operator.getitem, (call, index))
+        set_note(item, note(node))
+        node.replace_all_uses_with(item)
+        last.graph.erase_node(node)
 
 
 def _is_number(node: fx.Node) -> bool:

@@ -81,6 +81,7 @@ class CollectiveSite:
         after: placements of the outputs.
         stored: types of the outputs as modules hold parameters: of main values under mixed precision.
         of_parameters: whether parameters alone make it.
+        shard: as of `Note.shard`.
         reached: for each output, whether the loss sends a gradient there.
     """
 
@@ -89,6 +90,7 @@ class CollectiveSite:
     after: tuple[Placement, ...]
     stored: tuple[TensorType, ...]
     of_parameters: bool
+    shard: str
     reached: tuple[bool, ...]
 
 

@@ -123,6 +123,13 @@ def start_gather(x: Tensor, group: str, size: int) -> Tensor:
     return _c10d.all_gather_into_tensor(x.contiguous().unsqueeze(0), size, group)  # type: ignore[no-any-return]
 
 
+def start_gathers(values: Sequence[Tensor], group: str, size: int) -> list[Tensor]:
+    """Starts several gathers at once, each as `start_gather` does."""
+    return _c10d.all_gather_into_tensor_coalesced(  # type: ignore[no-any-return]
+        [value.contiguous().unsqueeze(0) for value in values], size, group
+    )
+
+
 def put_in_places(started: Tensor, dim: int, pieces: Pieces) -> Tensor:
     """Returns the global tensor: of `start_gather` by the cut, of `start_exchange` by the source's cut."""
     return put_together(arrived(started), (dim, pieces))
@@ -132,6 +139,12 @@ def start_scatter(x: Tensor, dim: int, pieces: Pieces, group: str, size: int) ->
     """Starts P → S: the rank's shard of the sum, [1, …]."""
     stacked = spread(x, (dim, pieces), size).contiguous()
     return _c10d.reduce_scatter_tensor(stacked, "sum", size, group)  # type: ignore[no-any-return]
+
+
+def start_scatters(values: Sequence[Tensor], cuts: Sequence[Cut], group: str, size: int) -> list[Tensor]:
+    """Starts several scatters at once, each as `start_scatter` does."""
+    stacked = [spread(value, cut, size).contiguous() for value, cut in zip(values, cuts, strict=True)]
+    return _c10d.reduce_scatter_tensor_coalesced(stacked, "sum", size, group)  # type: ignore[no-any-return]
 
 
 def scattered(started: Tensor) -> Tensor:

@@ -43,10 +43,13 @@ from fxpar.plan.plan_options import (
 SPLITS = ("column", "row", "head", "vocab", "replicate")
 LOSS_REDUCTIONS = ("mean", "token", "local_mean", "sum")
 BATCH_NORMS = ("refuse", "global")
+# What of the parameters and of what an optimizer keeps for them data ranks share out.
+SHARDS = ("none", "optimizer", "gradients", "parameters")
 PRECISIONS = ("as_is", "fp32", "bf16", "fp16", "bf16_weights")
 # Options that take one of some words.
 CHOICES: Mapping[str, tuple[str, ...]] = {
     **{"loss_reduction": LOSS_REDUCTIONS, "batch_norm": BATCH_NORMS, "precision": PRECISIONS},
+    "shard": SHARDS,
 }
 # Options that have options of their own.
 GROUPS: Mapping[str, type[OptionGroup]] = {
@@ -97,6 +100,14 @@ class Plan:
         sequence_parallel: whether activations between the split matrices may be cut over the sequence, so that norms,
             dropout and residuals are shared out too: all-reduces become pairs of reduce-scatter and all-gather. tp must
             divide the sequence length.
+        shard: what data ranks share out of each parameter that they divide, with the optimizer's state and, for more
+            than one of them, less at a time (sharded data parallelism, ZeRO). `none`: nothing. `optimizer`: between
+            steps a rank has its part of a parameter; the whole is gathered once a step, and whole gradients are added
+            up until the last backward, after which each rank has its part of the sum. `gradients`: gradients are summed
+            and shared out in each microbatch. `parameters`: a parameter is gathered where a layer reads it, in the
+            backward again, and no rank holds the whole model. `parameters()` gives the parts in each case.
+        dp_shard: neighbouring data ranks that share out parameters, where others hold the same (hybrid sharding, HSDP):
+            a divisor of dp; by default all of them.
         seed: of dropout and other random nodes, and of the initial weights of a model on the meta device.
         precision: element types. `as_is` takes the model's own; `fp32` and `bf16_weights` cast the model, and with it
             gradients and optimizer state. `bf16` and `fp16` are mixed precision (FSDP2's `MixedPrecisionPolicy` with
@@ -135,6 +146,8 @@ class Plan:
     loss_reduction: str = "mean"
     batch_norm: str = "refuse"
     sequence_parallel: bool = False
+    shard: str = "none"
+    dp_shard: int | None = None
     seed: int = 0
     precision: str = "as_is"
     cast_inputs: bool = True
@@ -176,9 +189,19 @@ class Plan:
         if type(self.cp) is int and self.cp > 1:  # no pass of it exists yet
             yield f"cp={shown(self.cp)} is not supported yet: leave cp=1"
 
+        if self.dp_shard is not None:
+            yield from wrong_count("dp_shard", self.dp_shard)
+        if self.dp_shard == 1:
+            yield "dp_shard=1 shares out nothing: give at least 2, or leave it and shard out"
+        if self.shard == "none" and self.dp_shard is not None:
+            yield f"dp_shard={shown(self.dp_shard)} is of a shard, and shard='none': give another, or leave it out"
+        if self.shard != "none" and self.dp == 1:
+            yield f"shard={shown(self.shard)} is of data ranks, and dp=1: give dp of at least 2, or leave it out"
+
     def _wrong_parts(self) -> Iterator[str]:
         """Yields what the dense and the expert part contradict each other in, once each size is one."""
         sizes = [getattr(self, axis) for axis in _AXES if axis != "etp" or self.etp is not None]
+        sizes += [] if self.dp_shard is None else [self.dp_shard]
         if all(type(size) is int and 0 < size <= MOST_RANKS for size in sizes):
             if self.etp not in ((None, self.tp) if self.ep == 1 else (None, 1, self.tp)):
                 yield f"etp={self.etp} is not tp={self.tp}: give {'' if self.ep == 1 else '1 or '}{self.tp}"
@@ -225,6 +248,11 @@ class Plan:
         if not wrong:
             yield from self._wrong_pipeline()
             yield from self._wrong_experts()
+            if self.shard != "none" and self.cuda_graphs.impl == "transformer_engine":
+                yield (
+                    f"shard={shown(self.shard)} gathers parameters, which CudaGraphs('transformer_engine') takes whole "
+                    "from the module: give CudaGraphs('full_iteration') or CudaGraphs('partial')"
+                )
 
     def _wrong_pipeline(self) -> Iterator[str]:
         """Yields what the stages of a pipeline and its schedule contradict, once each of their numbers is one."""
@@ -299,6 +327,13 @@ class Plan:
         return {axis: size for axis, size in self.axes.items() if PURPOSES[axis].cuts is cuts}
 
     @property
+    def sharding_axes(self) -> tuple[str, ...]:
+        """Returns the axes whose ranks share out parameters."""
+        axes = () if self.shard == "none" else tuple(self.axes_for(Cuts.BATCH))
+        # The ranks of the outer factor of dp have the same shards.
+        return axes if self.dp_shard in (None, self.dp) else tuple(axis for axis in axes if axis != "dp_out")
+
+    @property
     def data_ranks(self) -> int:
         """Returns parts into which the batch is shared out."""
         return math.prod(self.axes_for(Cuts.BATCH).values())
@@ -311,6 +346,7 @@ class Plan:
     def on_one_rank(self) -> Plan:
         """Returns the plan for a single device: no axis has several ranks, nothing is split, and all is kept."""
         changes: dict[str, Any] = {**dict.fromkeys(_AXES, 1), "etp": None, "split": {}, "virtual_stages": 1}
+        changes |= {"shard": "none", "dp_shard": None}
         changes |= {"microbatches": 1, "schedule": "", "pipeline": Pipeline(), "recompute": Recompute()}
         changes |= {"experts": Experts(expert_modules=self.experts.expert_modules), "cuda_graphs": CudaGraphs()}
         changes["operators"] = dataclasses.replace(self.operators, batchwise_ops=())
@@ -336,6 +372,7 @@ class Plan:
             etp=self.etp,
             dp=self.dp,
             virtual=self.virtual_stages,
+            dp_shard=self.dp_shard,
         )
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
 
 from fxpar.ir.program import Program, has_note, note
-from fxpar.ir.step import PHASES, RECOMPUTE
+from fxpar.ir.step import ONCE, PHASES, RECOMPUTE, phase_of
 from fxpar.ops.small_operators import Destination, into, place_products, product_in_place
 from fxpar.runtime.units import Segment, is_number, segments
 
@@ -344,8 +344,29 @@ def cut(graph: fx.Graph) -> tuple[Calls, Calls, Calls, Calls, Calls]:
     return calls(forward), calls(backward), calls(weight), calls(parameter), calls((*backward, *weight, *parameter))
 
 
-def _eager_call(segment: Segment, returned: Collection[fx.Node]) -> UnitCall:
-    """Returns what computes the nodes of a segment, with the numbers that they read."""
+def once_call(graph: fx.Graph) -> UnitCall | None:
+    """Returns what a lowered program computes of parameters once a step; None of one without such.
+
+    The rest of the program computes what these values are made of for itself too.
+    """
+    marked = [node for node in graph.nodes if node.op == "call_function" and has_note(node) and phase_of(node) == ONCE]
+    nodes, pending = set(marked), [*marked]
+    for node in pending:
+        more = [read for read in node.all_input_nodes if read.op == "call_function" and read not in nodes]
+        nodes.update(more)
+        pending += more
+    gives = [node for node in marked if any(user not in nodes for user in node.users)]
+    ordered = tuple(node for node in graph.nodes if node in nodes)
+    return _eager_call(Segment(ordered, ""), (), gives) if gives else None
+
+
+def _eager_call(segment: Segment, returned: Collection[fx.Node], outputs: Sequence[fx.Node] | None = None) -> UnitCall:
+    """Returns what computes the nodes of a segment, with the numbers that they read.
+
+    Args:
+        returned: results of the graph.
+        outputs: what it gives; by default what others read.
+    """
     computed = [node for node in segment.nodes if not is_number(node)]
     inside = frozenset(computed)
 
@@ -354,7 +375,8 @@ def _eager_call(segment: Segment, returned: Collection[fx.Node]) -> UnitCall:
         users = [user for user in node.users if user.op != "output" and user not in inside]
         return any(not is_number(user) or is_read_outside(user) for user in users)
 
-    outputs = [node for node in computed if node in returned or is_read_outside(node)]
+    if outputs is None:
+        outputs = [node for node in computed if node in returned or is_read_outside(node)]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in segment.outer:

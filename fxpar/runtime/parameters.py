@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fxpar.errors import InputError
+from fxpar.runtime.calls import UnitCall
 from fxpar.runtime.sharded import leaf_of, local_of
 
 # Classes that code takes for the author's: of what the parts of a parallel module are instances.
@@ -389,3 +390,38 @@ def check_scaler(scaler: Any, precision: str, device: torch.device) -> None:
     raise InputError(
         f"a step in float16 {lost}, and small gradients would be lost as zeros", where="train_step", remedy=remedy
     )
+
+
+# What data ranks share out between steps and have whole in them.
+
+
+class GatheredParameters:
+    """Whole parameters; those that graphs read have memory whose addresses never change."""
+
+    def __init__(self) -> None:
+        self._whole: dict[str, Tensor] = {}
+
+    def current(
+        self, once: UnitCall, values: Mapping[str, Tensor], names: Mapping[str, str] | None
+    ) -> dict[str, Tensor]:
+        """Returns the whole of the parameters that a program takes so, by name of the value. A collective call.
+
+        Args:
+            once: gathers them.
+            values: what this rank has of the program's inputs, by name of the placeholder.
+            names: of the parameter, by that of the value; None where addresses may change.
+        """
+        whole = {name: values[name] for name in once.takes}
+        with torch.inference_mode(False):  # what is made in that mode can never be trained
+            once(whole)
+            return {name: whole[name] if names is None else self._kept(names[name], whole[name]) for name in once.gives}
+
+    def _kept(self, fqn: str, value: Tensor) -> Tensor:
+        """Returns a value in memory that only it has."""
+        known = self._whole.get(fqn)
+        if known is None or (known.shape, known.dtype, known.device) != (value.shape, value.dtype, value.device):
+            self._whole[fqn] = value
+        else:
+            # Through `data`, which is not counted: a pending backward may have saved it, whose values are the same.
+            known.data.copy_(value)
+        return self._whole[fqn]

@@ -472,7 +472,7 @@ def _needs_equal_rows(program: Program, name: str) -> Iterator[tuple[fx.Node, st
     """Yields operations that are right for equal numbers of rows alone, and why.
 
     A rank that makes rows which are all the same makes n times its own, of which it keeps as many as it has: these are
-    right whatever the others have.
+    right whatever the others have. A parameter that data ranks share out has no rows.
     """
     axes, same = program.plan.axes_for(Cuts.BATCH), set[fx.Node]()
 
@@ -491,7 +491,7 @@ def _needs_equal_rows(program: Program, name: str) -> Iterator[tuple[fx.Node, st
         moved = row is not None and "S" in (row.source, row.target) and set(axes_of(node)) & axes.keys()
         is_local = row is not None and not row.forward + row.backward and same.issuperset(operands(node))
         cuts = (is_cut(layout) for neighbour in (node, *operands(node)) for layout in output_layouts(neighbour))
-        if moved and not is_local and any(cuts):
+        if moved and not is_local and not note(node).shard and any(cuts):
             yield node, "moves equal parts of the rows"
         if node not in same and not is_local and not same.isdisjoint(operands(node)):
             yield node, "takes together rows that every rank makes for all"

@@ -24,7 +24,7 @@ from fxpar.runtime.grad_buffers import Buffers, MicrobatchSum, Placing, TensorAd
 from fxpar.runtime.local_model import LocalModel
 from fxpar.runtime.microbatches import Microbatch, MicrobatchResult, weight
 from fxpar.runtime.outputs import differentiable
-from fxpar.runtime.parameters import Copies, Tensors
+from fxpar.runtime.parameters import Copies, GatheredParameters, Tensors
 from fxpar.runtime.programs import Programs
 from fxpar.runtime.random_state import RandomState
 from fxpar.runtime.rank_batches import Inputs, Shapes
@@ -161,6 +161,7 @@ class Runner:
         self.tensors = Tensors(module)
         self._cut = frozenset(name for name, value in self.tensors.all.items() if isinstance(value, Sharded))
         self._weights: dict[int, _Weights] = {}
+        self._whole = GatheredParameters()
 
     def outputs(self, call: BoundBatch, requested: tuple[str, ...]) -> dict[str, Tensor]:
         """Returns the wanted outputs by name, to be differentiated where gradients are on.
@@ -172,7 +173,7 @@ class Runner:
             return self._outputs(call, requested)
 
     def _outputs(self, call: BoundBatch, requested: tuple[str, ...]) -> dict[str, Tensor]:
-        call = self.prepared(call, torch.is_grad_enabled())
+        (call,) = self.gathered([self.prepared(call, torch.is_grad_enabled())])
         every = (*requested, *filter(is_buffer, call.compiled.program.outputs))
         if self.pipeline is not None:
             self.pipeline.check(call, every)
@@ -285,7 +286,7 @@ class Runner:
 
     def gradients(self, call: BoundBatch) -> list[Tensor | None]:
         """Returns a loss, new values of buffers, and this rank's gradients, with the bits of no counted step."""
-        call = self.prepared(call, True)
+        (call,) = self.gathered([self.prepared(call, True)])
         if not call.leaves or call.loss not in call.ready.differentiable:
             with torch.no_grad():
                 values = call.drawing(self._random.peek)
@@ -341,6 +342,25 @@ class Runner:
             )
         values = {**weights.values, **others}
         return replace(call, values=values, leaves=weights.leaves, others=others, addresses=weights.addresses)
+
+    @torch.no_grad()
+    def gathered(self, calls: Sequence[BoundBatch]) -> list[BoundBatch]:
+        """Gives the calls of a step the parameters that data ranks share out, whole. A collective call.
+
+        Args:
+            calls: as `prepared` gave them.
+        """
+        known: dict[int, dict[str, Tensor]] = {}
+        for call in calls:
+            if id(call.ready) not in known:
+                # Graphs of parts of a step read them where they were recorded.
+                keeps = call.ready.graphs.is_on and not call.ready.graphs.holds_steps
+                known[id(call.ready)] = whole = dict[str, Tensor]()
+                for steps in call.ready.of_rank:
+                    if steps.once is not None:
+                        steps.enter()
+                        whole |= self._whole.current(steps.once, call.values, steps.gathered if keeps else None)
+        return [replace(call, values={**call.values, **known[id(call.ready)]}) for call in calls]
 
     def _look(self, call: BoundBatch, tensors: Mapping[str, Tensor]) -> _Weights:
         """Returns what a program takes of the module, and the leaves that are trained."""

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from fxpar.compile import compile_step, lower_program, outlined
 from fxpar.cost.buffer_reuse import Reach
+from fxpar.ir.grad_flow import gathered_parameters
 from fxpar.ir.program import Program, output_layouts, output_node
 from fxpar.ir.stages import Stage, stages_of
 from fxpar.ir.step import is_gradient, is_input_gradient, output_of, parameter_gradients, written
@@ -36,6 +37,7 @@ from fxpar.runtime.calls import (
     Values,
     cut,
     eager_calls,
+    once_call,
     uncaptured,
 )
 from fxpar.runtime.graph_modes import NoGraphs
@@ -171,6 +173,8 @@ class Steps:
         peer_memory: through which steps copy.
         enter: called in front of what communicates.
         lowered: the forward alone.
+        once: gathers what data ranks share out, in front of all microbatches; None where nothing is.
+        gathered: of each value that it gives, the name of the parameter.
         differentiable: the outputs that carry a gradient.
         stages: by number those that this rank holds, and what it runs of each.
     """
@@ -193,6 +197,8 @@ class Steps:
 
     def __post_init__(self) -> None:
         self.lowered = self.lowering(self.program)
+        self.once = once_call(self.lowered.module.graph)
+        self.gathered = gathered_parameters(self.program)
         self.differentiable = differentiable(self.program)
         # What the caller differentiated last, which is known in its backward alone.
         self.expected = tuple(n for n in self.differentiable if n == self.program.loss) or self.differentiable
@@ -208,6 +214,11 @@ class Steps:
             compiler = Compiler(self.plan, self.device, shapes)
             for steps in all_steps:
                 steps._compiler = compiler
+
+    @property
+    def of_rank(self) -> list[Steps]:
+        """Returns itself, or those of the stages that this rank holds."""
+        return [steps for _, steps in self.stages.values() if steps is not None] if self.local_stages else [self]
 
     def _of(self, stage: Stage) -> Steps | None:
         """Returns what this rank runs of a stage; None of those of others."""

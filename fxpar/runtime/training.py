@@ -202,6 +202,7 @@ class Training:
         Raises:
             Overflow: rows had no place, in a step that no graph records.
         """
+        calls = self._runner.gathered(calls)
         has_overflowed = None
         rows: list[Mapping[str, Tensor]] = []
         new = Written()

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from fxpar.ir.program import ScalarType, TensorType, has_note, note
-from fxpar.ir.step import BACKWARD, PARAMETER, WEIGHT
+from fxpar.ir.step import BACKWARD, ONCE, PARAMETER, WEIGHT, phase_of
 from fxpar.ops.lowering_context import Identity
 
 
@@ -66,9 +66,7 @@ def segments(graph: fx.Graph, phases: Collection[str], *, at_regions: bool = Tru
             only at what no CUDA graph can hold.
     """
     nodes = [
-        node
-        for node in graph.nodes
-        if node.op == "call_function" and not is_number(node) and note(node).phase in phases
+        node for node in graph.nodes if node.op == "call_function" and not is_number(node) and phase_of(node) in phases
     ]
     if at_regions:  # what is compiled takes and gives tensors, and no tuples of them
         inside = set(nodes)
@@ -431,7 +429,7 @@ def _is_early(node: fx.Node, place: Mapping[fx.Node, int], at: int) -> bool:
     """Returns whether a value is there when the segment of that number runs."""
     if node.op == "placeholder":
         return not has_note(node) or note(node).phase == ""
-    return place.get(node, at) < at
+    return place.get(node, at) < at or (has_note(node) and phase_of(node) == ONCE)
 
 
 def _pairs(first: Sequence[Segment], second: Sequence[Segment]) -> dict[Segment, Segment]:

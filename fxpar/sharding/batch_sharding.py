@@ -29,6 +29,7 @@ from fxpar.ir.program import (
     insert_call,
     note,
     operands,
+    output_layouts,
     output_types,
     tensor_type,
     update,
@@ -36,8 +37,8 @@ from fxpar.ir.program import (
 )
 from fxpar.ir.step import batch_size
 from fxpar.ir.symbols import Symbol
-from fxpar.layout.layout import I, P, Placement, R, shard
-from fxpar.layout.nesting import peel
+from fxpar.layout.layout import I, Layout, P, Placement, R, shard
+from fxpar.layout.nesting import local_shape, misfit, peel, spelled
 from fxpar.layout.symbolic_sizes import Size, simplify
 from fxpar.mesh.axes import Cuts
 from fxpar.ops.small_operators import function
@@ -267,3 +268,31 @@ def _symbol_within(symbol: Symbol, program: Program, options: Mapping[str, Optio
     (placement,) = options[entry.node].outputs
     is_cut = placement.is_shard and placement.dim == symbol.dim
     return replace(symbol, multiple=symbol.multiple // n) if is_cut else symbol
+
+
+# What data ranks share out of parameters.
+
+
+def share_out(program: Program) -> None:
+    """Cuts each trained parameter over the ranks that share parameters out, as the plan says.
+
+    The cut is that of the first dimension that they divide, after what other axes leave of it: blocks of dimension 0
+    are those of `DTensor`'s `Shard(0)`. A parameter that they divide in no dimension stays whole.
+    """
+    for parameter in program.parameters if program.plan.sharding_axes else ():
+        if parameter.trainable:
+            node = program.node(parameter.node)
+            (layout,) = output_layouts(node)
+            for axis in program.plan.sharding_axes:
+                if layout.on(axis) == I:
+                    layout = _shared_out(layout, axis, parameter.type, program.axes) or layout
+            update(node, layout=layout)
+
+
+def _shared_out(layout: Layout, axis: str, kind: TensorType, axes: Mapping[str, int]) -> Layout | None:
+    rest = tuple((name, placement) for name, placement in layout if name != axis)
+    for dim, size in enumerate(local_shape(kind.shape, Layout(rest), axes)):
+        cut = Layout((*rest, (axis, shard(dim, size))))
+        if not misfit(cut, kind.shape, axes):
+            return spelled(cut, axes)
+    return None

@@ -77,6 +77,10 @@ def followed(program: Program, axis: str, node: fx.Node, placed: Mapping[fx.Node
     maker, index = value_of(node)
     placement = placed[maker].outputs[index]
     reason = f"{axis} shares out the batch: rows are cut, parameters are whole"
+    if axis in program.plan.sharding_axes and any(p.node == maker.name and p.trainable for p in program.parameters):
+        reason += (
+            f" where they are read; shard={program.plan.shard} cuts them over {axis} at rest, where its ranks divide"
+        )
     if maker.name in {parameter.node for parameter in program.parameters} and placement.is_shard:
         reason = f"{axis} shares out the batch and the experts: a rank holds the parameters of its own"
     return Explanation(describe(node), placement, reason, {}, (), None, 0.0, ())

@@ -135,6 +135,7 @@ _BRACE = re.compile(r"\s*\{")
 _ATTRIBUTE = re.compile(
     rf'(needs)=([^"{{}}]*?)(?=, \w+=|}})|(role|origin|uncaptured)=({STRING})|(random|recompute|buffer)=({INTEGER})'
     rf"|(phase)=(backward|weight|parameter)|(region)=({IDENTIFIER})|(stage)=(\d{{1,4}}(?:\+\d{{1,4}})*)|(one_shot)=true"
+    r"|(shard)=(optimizer|gradients|parameters)"
 )
 _COMMENT = re.compile(rf"\s*(?:#\s*(?:({STRING}|[^\s\"]\S*)(?:\s+({STRING}|[^\s\"].*))?)?)?$")
 _AXIS = re.compile(rf"({IDENTIFIER}):(.*)")
@@ -172,8 +173,8 @@ def _attribute(scanner: Scanner, node: fx.Node, axes: Mapping[str, int]) -> tupl
         ahead = scanner.text[scanner.at : scanner.at + 20]
         fail(
             f"{ahead!r} starts no attribute",
-            'write needs=, role="…", origin="…", random=, recompute=, buffer=, one_shot=true, phase=, region=, stage='
-            " or uncaptured=",
+            'write needs=, role="…", origin="…", random=, recompute=, buffer=, one_shot=true, phase=, region=, shard=, '
+            "stage= or uncaptured=",
         )
     if match[3]:
         return match[3], unquote(match[4])
@@ -185,6 +186,8 @@ def _attribute(scanner: Scanner, node: fx.Node, axes: Mapping[str, int]) -> tupl
         return "stages", tuple(map(int, match[12].split("+")))
     if match[13]:
         return match[13], True
+    if match[14]:
+        return match[14], match[15]
     parts, shapes = split(match[2], ";"), need_shapes(node)
     if len(parts) != len(shapes):
         fail(f"needs has {len(parts)} layouts for {len(shapes)} operands", "write one for each, separated by ';'")

@@ -243,7 +243,7 @@ def _attributes(node: fx.Node, axes: Mapping[str, int]) -> list[str]:
         texts = [layout_text(n, s, axes) for n, s in zip(noted.needs, shapes, strict=True)]
         attributes.append("needs=" + " ; ".join(texts))
     attributes += [f"{key}={json.dumps(getattr(noted, key))}" for key in ("role", "origin") if getattr(noted, key)]
-    plain = ("random", "recompute", "buffer", "phase", "region")
+    plain = ("random", "recompute", "buffer", "phase", "region", "shard")
     attributes += [f"{key}={getattr(noted, key)}" for key in plain if getattr(noted, key)]
     attributes += ["one_shot=true"] if noted.one_shot else []
     attributes += ["stage=" + "+".join(map(str, noted.stages))] if noted.stages else []

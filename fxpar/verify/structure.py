@@ -15,7 +15,7 @@ from torch import fx
 
 from fxpar.errors import CheckFailed, PlanError
 from fxpar.experts.operators.sent_rows import send_rows
-from fxpar.ir.grad_flow import owner_of
+from fxpar.ir.grad_flow import owner_of, weights_of
 from fxpar.ir.operators import axes_of, misnamed
 from fxpar.ir.program import (
     Program,
@@ -37,7 +37,7 @@ from fxpar.ir.symbols import Condition
 from fxpar.layout.layout import Layout
 from fxpar.layout.nesting import pieces_of, spelled
 from fxpar.layout.symbolic_sizes import names
-from fxpar.ops.collectives import COERCION_OF, sum_gradients
+from fxpar.ops.collectives import COERCION_OF, all_gather, sum_gradients
 from fxpar.ops.operator import Operator
 from fxpar.ops.random import axis_index
 from fxpar.passes import DEFAULT_PASSES
@@ -403,12 +403,19 @@ def _check_marks(program: Program) -> None:
     """Checks what a note says of how a node runs: its buffer, recomputation, and where CUDA graphs end."""
     is_step = Property.STEP in program.properties
     counted = {symbol.name for symbol in program.counted}
+    gathers = _gathers(program)
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
         noted = note(node)
         if (noted.buffer or noted.one_shot) and not is_step:
             raise CheckFailed("has a buffer, and the program is no step", where=describe(node), remedy="leave it out")
+        if noted.shard and node not in gathers:
+            raise CheckFailed(
+                f"is marked shard={noted.shard}, and gathers no parameter that data ranks share out so",
+                where=describe(node),
+                remedy="leave the mark out, or run the pass coalesce again",
+            )
         if noted.origin == RECOMPUTE and is_forward(node):
             raise CheckFailed(
                 "computes again what the forward has, and is of the forward",
@@ -423,6 +430,19 @@ def _check_marks(program: Program) -> None:
                     where=describe(node),
                     remedy='write uncaptured="…", or run the pass mark_regions before outline_layers',
                 )
+
+
+def _gathers(program: Program) -> set[fx.Node]:
+    """Returns what gathers trained parameters that data ranks share out, marked as the plan says."""
+    plan = program.plan
+    if plan.shard == "none":
+        return set()
+    owned = [program.node(p.node) for p in program.parameters if p.trainable]
+    return {
+        node
+        for node in weights_of(program.graph, owned)
+        if node.target is all_gather and note(node).shard == plan.shard and set(axes_of(node)) <= {*plan.sharding_axes}
+    }
 
 
 def _check_conversions(program: Program) -> None:

@@ -354,6 +354,7 @@ class _PipelineStep:
                 sources[entry.node] = call.values[entry.node]
         # Of the values, not of the call: a graph reads what it copies these into.
         sources |= {name: call.values[name] for name in steps.lowered.places}
+        sources |= {name: call.values[name] for name in steps.gathered}
         sources |= {p.node: call.values[p.node] for p in stage.program.parameters}
         return sources
 
