@@ -1,19 +1,22 @@
-"""Milliseconds of a training step, split by tensor parallelism.
+"""Milliseconds of a training step, split by tensor or data parallelism.
 
     torchrun --nproc-per-node 2 samples/bench_tp.py --runs gpt-1.2b:compile gpt-1.2b:compile+sp llama-8b:compile
     torchrun --nproc-per-node 2 samples/bench_tp.py --runs gpt-1.2b:compile gpt-1.2b:compile+unchecked
     torchrun --nproc-per-node 2 samples/bench_tp.py --runs gpt-1.2b:compile+adamw gpt-1.2b:compile+mixed+adamw
+    torchrun --nproc-per-node 2 samples/bench_tp.py --batch 4 --runs gpt-1.2b:dp+optimizer+compile+graph+adamw
     python samples/bench_tp.py --runs gpt-1.2b:eager gpt-1.2b:compile --json times.jsonl
     torchrun --nproc-per-node 2 samples/bench_tp.py --tiny       # a few thousand weights: to see that it runs
 
 A run is MODEL:FLAG+FLAG…, flags `eager`, `compile`, `sp` (sequence parallelism), `dropout`, `mixed`
 (`precision="bf16"` whatever `--precision` says), `adamw` (the step has torch's fused AdamW and its clipping too, else
 it is forward and backward alone), `unchecked` (batches are not compared over the ranks), `selective` and `full`
-(recomputation). Models are transformers'
-own, in the sizes of the Megatron-LM paper (arXiv 1909.08053, table 2) and of Llama-3-8B, on the meta device: each
-rank makes its shards, from seeds that the weights' names give, so that losses are comparable between numbers of
-ranks. A step's time is the median between device events, and the slowest rank's. FLOPs are 6·P·T + 12·L·s·h·T for P
-weights of matrices, T tokens, L layers, s positions and h features of attention; a causal mask is not counted off.
+(recomputation), `graph` (the step is one CUDA graph), `dp` (ranks share out the batch, of which each has `--batch`
+rows, in place of the layers), `optimizer`, `gradients` and `parameters` (what data ranks share out besides). Models
+are transformers' own, in the sizes of the Megatron-LM paper (arXiv 1909.08053, table 2) and of Llama-3-8B, on the
+meta device: each rank makes its shards, from seeds that the weights' names give, so that losses are comparable
+between numbers of ranks. A step's time is the median between device events, and the slowest rank's. FLOPs are 6·P·T +
+12·L·s·h·T for P weights of matrices, T tokens, L layers, s positions and h features of attention; a causal mask is
+not counted off.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -38,7 +41,9 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 
 import fxpar
 
-FLAGS = ("eager", "compile", "sp", "dropout", "mixed", "adamw", "unchecked", "selective", "full")
+SHARDS = ("optimizer", "gradients", "parameters")
+FLAGS: tuple[str, ...] = ("eager", "compile", "sp", "dropout", "mixed", "adamw", "unchecked", "selective", "full")
+FLAGS += ("graph", "dp", *SHARDS)
 # Kernels of NCCL, copies into other GPUs' memory, and kernels that send there themselves.
 COMMUNICATION = ("nccl", "ptop", "push_")
 _PROFILED = 3  # steps
@@ -195,11 +200,16 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
     size = MODELS[name]
     if options.tiny:
         size = Size(size.kind, _TINY[size.kind], 4, 32)
-    tp = int(os.environ.get("WORLD_SIZE", 1))
+    ranks, is_data = int(os.environ.get("WORLD_SIZE", 1)), "dp" in flags
+    size = replace(size, batch=options.batch or size.batch)
     precision = "bf16" if "mixed" in flags else options.precision
     recompute = next((flag for flag in ("selective", "full") if flag in flags), "none")
+    shard = next((flag for flag in SHARDS if flag in flags), "none")
     plan = fxpar.Plan(
-        tp=tp,
+        tp=1 if is_data else ranks,
+        dp=ranks if is_data else 1,
+        shard=shard,
+        cuda_graphs=fxpar.CudaGraphs("full_iteration" if "graph" in flags else "none"),
         sequence_parallel="sp" in flags,
         compile="compile" in flags,
         precision=precision,
@@ -207,16 +217,21 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
     )
     original = build(size, 0.1 if "dropout" in flags else 0.0)
     flops = step_flops(original, size)
-    ids = torch.randint(0, size.options["vocab_size"], (size.batch, size.sequence), generator=torch.Generator())
+    generator = torch.Generator().manual_seed(int(os.environ.get("RANK", 0)) if is_data else 0)
+    ids = torch.randint(0, size.options["vocab_size"], (size.batch, size.sequence), generator=generator)
     start = time.perf_counter()
     example = {"input_ids": ids, "labels": ids}
     model = fxpar.parallelize(original, plan, example, check_inputs="unchecked" not in flags)
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True) if "adamw" in flags else None
+    adamw = None
+    if "adamw" in flags:
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable="graph" in flags)
     device = model.world.device
     batch = {"input_ids": ids.to(device), "labels": ids.to(device)}
 
     def step() -> torch.Tensor:
         model.zero_grad()
+        if adamw is not None and "graph" in flags:
+            return model.train_step(batch, optimizer=adamw, max_norm=1.0)
         loss = model.train_step(batch)
         if adamw is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -227,7 +242,8 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
     loss = float(step())
     found: dict[str, Any] = {
         "run": run,
-        "tp": tp,
+        "tp": plan.tp,
+        "dp": plan.dp,
         "loss": loss,
         "build_s": built,
         "first_s": time.perf_counter() - start - built,
@@ -235,7 +251,7 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
     found |= time_steps(step, device, options.warmup, options.steps)
     found |= where_time_goes(step, device) if device.type == "cuda" else {}
     seconds = found["ms"] / 1e3
-    found |= {"tokens_s": size.batch * size.sequence / seconds, "tflops": flops / seconds / tp / 1e12}
+    found |= {"tokens_s": plan.dp * size.batch * size.sequence / seconds, "tflops": flops / seconds / plan.tp / 1e12}
     return found
 
 
@@ -244,11 +260,11 @@ def report(rows: Sequence[Mapping[str, Any]]) -> None:
     table = Table(title="a training step")
     columns = {"ms": "ms", "host_ms": "host ms", "tokens_s": "tokens/s", "tflops": "TFLOP/s a rank"}
     columns |= {"exposed_ms": "exposed ms", "idle_ms": "idle ms", "peak_gib": "peak GiB", "first_s": "first step s"}
-    for title in ("run", "tp", *columns.values(), "loss"):
+    for title in ("run", "tp", "dp", *columns.values(), "loss"):
         table.add_column(title, justify="left" if title == "run" else "right")
     for row in rows:
         values = [f"{row[key]:,.1f}" if key in row else "–" for key in columns]
-        table.add_row(row["run"], str(row["tp"]), *values, f"{row['loss']:.4f}")
+        table.add_row(row["run"], str(row["tp"]), str(row["dp"]), *values, f"{row['loss']:.4f}")
     Console(width=160).print(table)
     kernels = sorted({kernel for row in rows for kernel in row.get("attention", [])})
     print("exposed: communication behind which nothing else ran. idle: nothing ran.")
@@ -283,6 +299,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", default=["gpt-1.2b:eager", "gpt-1.2b:compile"], help="MODEL:FLAG+FLAG")
     parser.add_argument("--precision", default="bf16_weights", help="as of fxpar.Plan (bf16_weights)")
+    parser.add_argument("--batch", type=int, help="rows of a data rank (the model's of the tables)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before the clock runs (5)")
     parser.add_argument("--steps", type=int, default=10, help="steps on the clock (10)")
     parser.add_argument("--tiny", action="store_true", help="models of a few thousand weights")
