@@ -24,4 +24,8 @@ def test_the_sample_is_in_the_order_of_hashes_and_leaves_out_what_trains_no_step
 
 def test_the_plans_can_be_read() -> None:
     plans = {file.name: Plan.load(file) for file in (ROOT / "samples" / "plans").iterdir()}
-    assert plans == {"dp2_tp2.yaml": Plan(dp=2, tp=2), "tp2_sequence.yaml": Plan(tp=2, sequence_parallel=True)}
+    assert plans == {
+        "dp2_sharded.yaml": Plan(dp=2, shard="parameters"),
+        "dp2_tp2.yaml": Plan(dp=2, tp=2),
+        "tp2_sequence.yaml": Plan(tp=2, sequence_parallel=True),
+    }
