@@ -118,7 +118,8 @@ def sent(shard: str, count: int) -> dict[str, int]:
     model = module(shard)
     parts = mine(model, batches(count))
     model.train_step(parts)
-    with Sent() as mode:
+    mode = Sent()
+    with mode:
         model.train_step(parts)
     return mode.elements
 
