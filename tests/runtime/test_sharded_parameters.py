@@ -43,7 +43,7 @@ def assert_trained_alike(found: Found, expected: Found, tolerance: float = 1e-5)
 TRAININGS = [(shard, *mesh, count) for shard in SHARED for mesh in MESHES for count in (1, 4)]
 EVERY_TIME = [
     *((shard, 1, 2, 4) for shard in SHARED),
-    *(("optimizer", 2, 2, 1), ("parameters", 2, 2, 4), ("gradients", 1, 4, 1), ("parameters", 1, 4, 1)),
+    *(("optimizer", 2, 2, 1), ("parameters", 2, 2, 4), ("gradients", 1, 4, 1)),
 ]
 
 
@@ -100,7 +100,7 @@ STAGES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("shard", "options"), few(STAGES, [STAGES[0], STAGES[5], STAGES[11]]))
+@pytest.mark.parametrize(("shard", "options"), few(STAGES, [STAGES[0], STAGES[11]]))
 def test_stages_train_as_without_shards(world4: World, shard: str, options: dict[str, Any]) -> None:
     """Of a pipeline on two data ranks; tied words are on both stages."""
     expected = world4.run(partial(shard_jobs.staged, **options), "none", 2)
@@ -121,7 +121,7 @@ EXPERTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("shard", "options"), few(EXPERTS, [EXPERTS[8]]))
+@pytest.mark.parametrize(("shard", "options"), few(EXPERTS, []))
 def test_experts_train_as_without_shards(world4: World, shard: str, options: dict[str, Any]) -> None:
     """Experts are shared out among the ranks that have the same ones."""
     expected = world4.run(partial(shard_jobs.routed, **options), "none")
@@ -201,8 +201,10 @@ def test_frozen_parameters_stay(request: Fixture, shard: str, tp: int, dp: int) 
         assert found["sizes"]["up.weight"] == (72, 72 // tp)
 
 
-@pytest.mark.parametrize("kind", ["bf16", pytest.param("bf16_weights", marks=pytest.mark.matrix), "fp16"])
-@pytest.mark.parametrize("shard", SHARED)
+MIXED = [(shard, kind) for shard in SHARED for kind in ("bf16", "bf16_weights", "fp16")]
+
+
+@pytest.mark.parametrize(("shard", "kind"), few(MIXED, [("optimizer", "fp16"), ("gradients", "bf16")]))
 def test_mixed_precision_and_its_scaler_are_those_without_shards(world2: World, shard: str, kind: str) -> None:
     """Of ranks that have the whole, as half-precision sums are; scales that overflow are lowered on all alike."""
     (expected, _) = world2.run(shard_jobs.half, "none", 1, 2, kind)
