@@ -191,7 +191,6 @@ class Ledger(TorchDispatchMode):
     def __init__(self, storages: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.own = storages
-        self.apart: set[int] = set()
         self.phase, self.module = "forward", ""
         self.peaks: dict[str, Moment] = {}
         self.largest = Moment(0, "forward", "", "")
@@ -221,21 +220,16 @@ class Ledger(TorchDispatchMode):
             self.collectives[name, value.nbytes * ranks] += 1
             self.sent += 1
 
-    def _forget(self, key: int) -> None:
-        self.apart.discard(key)
-        del self._storages[key]
-
     def leaves_out(self, key: int) -> bool:
         """Returns whether a storage does not count."""
-        return key in self.own or key in self.apart
+        return key in self.own
 
     def _enter(self, storage: torch.UntypedStorage, operator: str) -> None:
         key, size = storage._cdata, storage.nbytes()
         if self.leaves_out(key) or key in self._storages:
             return
         if self.phase == ONCE:  # whole parameters, which are listed apart
-            self.apart.add(key)
-            self._storages[key] = weakref.ref(storage, lambda _: self._forget(key))
+            self._storages[key] = weakref.ref(storage, lambda _: self._storages.pop(key))
             return
 
         def leave(_: Any) -> None:
@@ -263,6 +257,7 @@ class _Walk(fx.Interpreter):
         super().__init__(module)
         self.ledger, self.saved, self._backward = ledger, list[SavedStorage](), backward
         self._made: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self._gathered: dict[int, Any] = {}
         nodes = [node for node in module.graph.nodes if node.op == "call_function"]
         # Numbers of the backward may stand in front of the forward.
         nodes = [node for node in nodes if has_note(node) and not isinstance(note(node).type, ScalarType)]
@@ -282,6 +277,8 @@ class _Walk(fx.Interpreter):
         if n.op == "call_function":
             for tensor in _tensors(output):
                 storage = tensor.untyped_storage()
+                if has_note(n) and phase_of(n) == ONCE:
+                    self._gathered[storage._cdata] = storage  # while it lives no other has its address
                 known = self._made.get(storage._cdata)
                 if known is None or known[0]() is None:  # an address is a storage's own only as long as it lives
                     self._made[storage._cdata] = weakref.ref(storage), self.ledger.module
@@ -297,7 +294,7 @@ class _Walk(fx.Interpreter):
             is_read = is_read and any(has_note(user) and note(user).phase for user in node.users)
             for leaf in _tensors(value) if is_read else ():
                 key = leaf.untyped_storage()._cdata
-                if not self.ledger.leaves_out(key) and key not in seen:
+                if not self.ledger.leaves_out(key) and key not in seen and key not in self._gathered:
                     seen.add(key)
                     # What no operator made is the random state.
                     module = self._made[key][1] if key in self._made else ""

@@ -58,7 +58,10 @@ def _conjugated(reverse: Reverse) -> Gradients:
     waits |= note(node).shard == "optimizer"
     place = changed(note(node), phase=PARAMETER) if waits else note(node)
     args, kwargs, name = (gradient,), {"axis": node.kwargs["axis"]}, f"{gradient.name}_{target.__name__}"
-    return (reverse.emit.call(target, args, kwargs, kind, place, layouts=[layout], name=name),)
+    converted = reverse.emit.call(target, args, kwargs, kind, place, layouts=[layout], name=name)
+    if note(node).shard == "gradients":
+        gradient.append(converted)  # and not behind all others, which would keep all whole gradients until then
+    return (converted,)
 
 
 def of_parameter(node: fx.Node) -> bool:

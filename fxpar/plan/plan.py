@@ -189,13 +189,13 @@ class Plan:
         if type(self.cp) is int and self.cp > 1:  # no pass of it exists yet
             yield f"cp={shown(self.cp)} is not supported yet: leave cp=1"
 
-        if self.dp_shard is not None:
-            yield from wrong_count("dp_shard", self.dp_shard)
-        if self.dp_shard == 1:
+        wrong = [] if self.dp_shard is None else list(wrong_count("dp_shard", self.dp_shard))
+        yield from wrong
+        if self.dp_shard == 1 and not wrong:
             yield "dp_shard=1 shares out nothing: give at least 2, or leave it and shard out"
-        if self.shard == "none" and self.dp_shard is not None:
+        if self.shard == "none" and self.dp_shard is not None and not wrong:
             yield f"dp_shard={shown(self.dp_shard)} is of a shard, and shard='none': give another, or leave it out"
-        if self.shard != "none" and self.dp == 1:
+        if self.shard != "none" and type(self.dp) is int and self.dp == 1:
             yield f"shard={shown(self.shard)} is of data ranks, and dp=1: give dp of at least 2, or leave it out"
 
     def _wrong_parts(self) -> Iterator[str]:

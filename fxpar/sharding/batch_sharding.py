@@ -291,7 +291,8 @@ def share_out(program: Program) -> None:
 
 def _shared_out(layout: Layout, axis: str, kind: TensorType, axes: Mapping[str, int]) -> Layout | None:
     rest = tuple((name, placement) for name, placement in layout if name != axis)
-    for dim, size in enumerate(local_shape(kind.shape, Layout(rest), axes)):
+    sizes = local_shape(kind.shape, Layout(rest), axes)
+    for dim, size in enumerate(sizes if 0 not in sizes else ()):
         cut = Layout((*rest, (axis, shard(dim, size))))
         if not misfit(cut, kind.shape, axes):
             return spelled(cut, axes)

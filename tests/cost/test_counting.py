@@ -22,7 +22,7 @@ from fxpar.manager import PassManager
 from fxpar.ops.lower import Lowered, lower
 from fxpar.ops.process_group import Group
 from fxpar.passes import DEFAULT_PASSES, counted_steps
-from fxpar.plan.plan import Plan
+from fxpar.plan.plan import SHARDS, Plan
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS, WIDTH = 3, 5, 12
@@ -251,3 +251,14 @@ def test_one_rank_splits_and_sends_nothing() -> None:
 def test_an_unknown_optimizer_is_refused() -> None:
     with pytest.raises(InputError, match="choose from adamw, sgd, sgd-momentum, none"):
         reported(Two(), Plan(), optimizer="adafactor")
+
+
+@pytest.mark.parametrize("shard", SHARDS[1:])
+def test_gathered_parameters_are_no_activations(shard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROWS", 4)
+    plain, found = (reported(Two(), Plan(dp=2, shard=each)) for each in ("none", shard))
+    assert [(m.module, m.activations, m.formula) for m in found.modules] == [
+        (m.module, m.activations, m.formula) for m in plain.modules
+    ]
+    assert all(m.formula for m in found.modules if m.activations)
+    assert bool(found.ranks[0].gathered) == (shard != "parameters")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ from torch.nn import functional
 
 from fxpar.capture.capture import Captured, capture
 from fxpar.compile import compile_program, compile_step
-from fxpar.errors import FxparError
-from fxpar.ir.program import Program, note
+from fxpar.errors import FxparError, PlanError
+from fxpar.ir.program import Program, note, operands
 from fxpar.ir.regions import inlined
 from fxpar.ir.step import ONCE, PARAMETER, phase_of
 from fxpar.ops.collectives import all_gather, reduce_scatter
 from fxpar.plan.cost import Cost
 from fxpar.plan.plan import SHARDS, Plan
+from fxpar.plan.plan_options import CudaGraphs
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import verify_static
@@ -344,3 +346,49 @@ def test_no_copies_stand_for_what_is_sent_once_a_step(shard: str) -> None:
     assert not any(sent[name] for name in once)
     assert bool(once) == (shard != "parameters")
     assert any(sent.values()) == (shard == "parameters")
+
+
+def test_whole_gradients_do_not_wait_for_all_others() -> None:
+    """Each is sent right behind what makes it, but those of one phase behind all backwards."""
+    for shard, is_at_once in (("optimizer", False), ("gradients", True)):
+        program = parse_program(step(shard))
+        scatters = [node for node in program.graph.nodes if node.target is reduce_scatter]
+        assert all((node.prev is operands(node)[0]) == is_at_once for node in scatters)
+
+
+class Odd(nn.Module):
+    """A parameter without elements, which any number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.zeros(0, 8))
+        self.matrix = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.matrix(x) + self.none.sum()).square().mean()
+
+
+def test_a_parameter_without_elements_stays_whole() -> None:
+    module, batch = Odd(), {"x": torch.randn(4, 8)}
+    program = compile_program(capture(module, batch, Plan()).program.with_(plan=Plan(dp=2, shard="optimizer")))
+    assert layouts(program)["none"] == "dp:I"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dp_shard": 0}, "dp_shard must be"),
+        ({"dp_shard": True}, "dp_shard must be"),
+        ({"dp_shard": 3}, "does not divide dp=8"),
+        ({"dp_shard": 1}, "shares out nothing"),
+        ({"dp_shard": 4, "ep": 2}, "give 2 or 8"),
+        ({"shard": "none", "dp_shard": 4}, "is of a shard"),
+        ({"dp": 1}, "is of data ranks"),
+        ({"shard": "weights"}, "choose one of none, optimizer, gradients, parameters"),
+        ({"cuda_graphs": CudaGraphs("transformer_engine")}, "gathers parameters"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused_in_one_sentence(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said) as raised:
+        Plan(**{"dp": 8, "shard": "optimizer", **options})
+    assert ";" not in raised.value.reason.replace("; help", "")
