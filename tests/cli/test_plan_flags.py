@@ -63,6 +63,8 @@ PLANS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "batch_norm": one("batch_norm", words("refuse", "global")),
     **{field: one(field, globs) for field in ("batchwise_ops", "added_losses", "expert_modules")},
     **{field: one(field, st.booleans()) for field in ("sequence_parallel", "cast_inputs", "compile")},
+    "shard": one("shard", words("optimizer", "gradients", "parameters"), dp=2),
+    "dp_shard": one("dp_shard", words("2", "4", "8").map(int), dp=8, shard="optimizer"),
     "seed": one("seed", st.integers(0, 2**62)),
     "precision": one("precision", words("as_is", "fp32", "bf16", "fp16", "bf16_weights")),
     "recompute": one("recompute", words("none", "selective", "full")),
