@@ -410,11 +410,17 @@ def _check_marks(program: Program) -> None:
         noted = note(node)
         if (noted.buffer or noted.one_shot) and not is_step:
             raise CheckFailed("has a buffer, and the program is no step", where=describe(node), remedy="leave it out")
-        if noted.shard and node not in gathers:
+        if noted.shard and (node not in gathers or noted.shard != program.plan.shard):
             raise CheckFailed(
                 f"is marked shard={noted.shard}, and gathers no parameter that data ranks share out so",
                 where=describe(node),
                 remedy="leave the mark out, or run the pass coalesce again",
+            )
+        if node in gathers and not noted.shard and Property.COALESCED in program.properties:
+            raise CheckFailed(
+                "gathers a parameter that data ranks share out, and does not say how long the whole lives",
+                where=describe(node),
+                remedy=f"write shard={program.plan.shard}, or run the pass coalesce again",
             )
         if noted.origin == RECOMPUTE and is_forward(node):
             raise CheckFailed(
@@ -433,7 +439,7 @@ def _check_marks(program: Program) -> None:
 
 
 def _gathers(program: Program) -> set[fx.Node]:
-    """Returns what gathers trained parameters that data ranks share out, marked as the plan says."""
+    """Returns what gathers trained parameters that data ranks share out."""
     plan = program.plan
     if plan.shard == "none":
         return set()
@@ -441,7 +447,7 @@ def _gathers(program: Program) -> set[fx.Node]:
     return {
         node
         for node in weights_of(program.graph, owned)
-        if node.target is all_gather and note(node).shard == plan.shard and set(axes_of(node)) <= {*plan.sharding_axes}
+        if node.target is all_gather and set(axes_of(node)) <= {*plan.sharding_axes}
     }
 
 

@@ -316,6 +316,14 @@ def test_static_checks_reject_a_mark_of_another_plan(shard: str) -> None:
 
 
 @pytest.mark.parametrize("shard", SHARDS[1:])
+def test_static_checks_reject_a_gather_without_its_mark(shard: str) -> None:
+    """It would run in each microbatch, and sums of its gradients would be in half precision where the program is."""
+    mutant = edited(step(shard), "up_weight_all_gather", f", shard={shard}", "")
+    with pytest.raises(FxparError, match="does not say how long the whole lives"):
+        verify_static(parse_program(mutant))
+
+
+@pytest.mark.parametrize("shard", SHARDS[1:])
 def test_values_tell_a_gather_of_another_parameter(shard: str) -> None:
     """Of the same shape and layout, so that no type tells it; in the forward, or in the backward alone."""
     text = step(shard)
