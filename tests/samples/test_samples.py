@@ -152,10 +152,11 @@ def test_minilm_says_where_its_weights_come_from_and_fails_where_embeddings_diff
 
 @pytest.mark.matrix
 def test_the_bench_of_steps_runs_on_a_cpu(world2: World) -> None:
-    flags = ("--tiny", "--precision", "fp32", "--warmup", "1", "--steps", "1", "--runs", "llama-8b:sp")
+    runs = ("llama-8b:sp", "llama-8b:dp+parameters+adamw")
+    flags = ("--tiny", "--precision", "fp32", "--warmup", "1", "--steps", "1", "--runs", *runs)
     text, _ = world2.run(script, ROOT / "samples" / "bench_tp.py", flags)
     losses = re.findall(r"│ [a-z].*│ +(\d+\.\d{4}) │", text)
-    assert [float(loss) for loss in losses] == pytest.approx([math.log(512)], abs=0.05)
+    assert [float(loss) for loss in losses] == pytest.approx([math.log(512)] * 2, abs=0.05)
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.matrix)])
