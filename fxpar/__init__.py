@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fxpar.ir.program import Program as Program
     from fxpar.manager import PassManager as PassManager
     from fxpar.manager import register_pass as register_pass
+    from fxpar.optim.optimizer import Optimizer as Optimizer
     from fxpar.plan.cost import Cost as Cost
     from fxpar.plan.plan import Plan as Plan
     from fxpar.plan.plan_options import Communication as Communication
@@ -39,6 +40,7 @@ _WHERE = {
     "Experts": "fxpar.plan.plan_options",
     "FxparError": "fxpar.errors",
     "Operators": "fxpar.plan.plan_options",
+    "Optimizer": "fxpar.optim.optimizer",
     "ParallelModule": "fxpar.checkpoint.parallel_module",
     "PassManager": "fxpar.manager",
     "Pipeline": "fxpar.plan.plan_options",

@@ -25,6 +25,7 @@ from fxpar.errors import CheckpointError, InputError
 from fxpar.ir.program import DTYPE_NAMES, DTYPES
 from fxpar.layout.layout import Layout
 from fxpar.runtime.sharded import Sharded, local_of
+from fxpar.runtime.training import ClippingOptimizer
 
 # How a step is computed on the machine at hand, and not what.
 _MACHINE = frozenset(("foreach", "fused", "capturable", "differentiable"))
@@ -215,11 +216,18 @@ def restore(
                         is_host = not on_device if key == "step" else key in document["host"]
                         state[key] = part if is_host else part.to(parameter.device)
                     else:
-                        state[key] = torch.empty_like(parameter.detach(), dtype=part.dtype, requires_grad=False)
+                        state[key] = _memory(optimizer, parameter, key, part.dtype)
                         local_of(state[key]).copy_(part)
                 optimizer.state.pop(parameter, None)
                 if state:
                     optimizer.state[parameter] = state
+
+
+def _memory(optimizer: Optimizer, parameter: Tensor, key: str, dtype: torch.dtype) -> Tensor:
+    """Returns memory for a state like its parameter: of the optimizer's choice, which may be the host's."""
+    if isinstance(optimizer, ClippingOptimizer):
+        return optimizer.empty_state(parameter, key, dtype)
+    return torch.empty_like(parameter.detach(), dtype=dtype, requires_grad=False)
 
 
 def _restore_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:

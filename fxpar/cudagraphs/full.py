@@ -28,7 +28,7 @@ from fxpar.runtime.grad_buffers import Buffers, Waiting
 from fxpar.runtime.graph_modes import Run, RunEvaluation
 from fxpar.runtime.microbatches import StepOptions, StepResult
 from fxpar.runtime.random_state import RandomState
-from fxpar.runtime.training import RATE, takes_tensors
+from fxpar.runtime.training import RATE, ClippingOptimizer, takes_tensors
 
 
 def _state_of(options: StepOptions) -> Hashable:
@@ -230,6 +230,12 @@ def check_optimizer(optimizer: Any, device: torch.device) -> None:
             remedy="pass one of torch.optim",
         )
     name = type(optimizer).__name__
+    if isinstance(optimizer, ClippingOptimizer) and optimizer.waits_for_host:
+        raise InputError(
+            "waits for the host in its step, which no graph can hold",
+            where=name,
+            remedy="step it behind train_step, or make it with nonfinite='skip', without main_weights and offload",
+        )
     # torch refuses to step while a GPU captures where an optimizer that could be capturable is not.
     waits = device.type == "cuda" and any(group.get("capturable") is False for group in optimizer.param_groups)
     if waits or not takes_tensors(optimizer):

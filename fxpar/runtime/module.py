@@ -31,7 +31,7 @@ from fxpar.runtime.rank_consensus import together
 from fxpar.runtime.runner import STAGE_RUNNERS, ForwardBackward, Runner
 from fxpar.runtime.shard_spec import fingerprints
 from fxpar.runtime.steps import TRANSPORTS
-from fxpar.runtime.training import StepFlags, Training, check_norm
+from fxpar.runtime.training import StepFlags, Training, check_norm, check_norm_type
 from fxpar.runtime.world import World
 
 
@@ -158,15 +158,23 @@ class RankModule(LocalModel):
     # ------------------------------------------------------------------ gradients
 
     @together
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients so that their global norm is at most `max_norm`, and returns the norm before that.
 
         It does the same as `torch.nn.utils.clip_grad_norm_`, with one collective for all parameters. All ranks must
         call it.
+
+        Args:
+            max_norm: at least 0.
+            norm_type: order of the norm, above 0; infinite for the largest element.
+
+        Raises:
+            InputError: one of them is not.
         """
         check_norm(max_norm)
+        check_norm_type(norm_type)
         self.world.agreement.enter()
-        return self._training.clip(max_norm)
+        return self._training.clip(max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Frees or zeroes all gradients, without the walk over modules that takes longer than a replay."""

@@ -111,11 +111,12 @@ class StageRunner(Protocol):
             Overflow: rows had no place, in a step that no graph records. It has changed nothing.
         """
 
-    def clip(self, parameters: Mapping[str, Tensor], max_norm: float) -> Tensor:
-        """Scales gradients so that the norm of those of all stages is at most `max_norm`; returns the norm before.
+    def norm(self, parameters: Mapping[str, Tensor], order: float) -> Tensor:
+        """Returns the norm of the gradients of all stages. A collective call.
 
         Args:
             parameters: this rank's, by name.
+            order: of the norm, greater than 0; the largest element where it is infinite.
         """
 
     def join(self, scaler: torch.amp.GradScaler) -> None:

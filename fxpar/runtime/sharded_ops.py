@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -262,15 +263,17 @@ def norms(values: Sequence[Tensor], order: Any, dtype: torch.dtype | None) -> li
     all_norms: list[Tensor] = [torch.empty(0)] * len(values)
     by_axes: dict[tuple[str, ...], list[int]] = {}
     for index, value in enumerate(values):
-        if is_sharded(value):
-            sharded: Any = value
-            by_axes.setdefault(tuple(axis for axis, _ in sharded.place.cuts), []).append(index)
-        else:
-            all_norms[index] = torch.linalg.vector_norm(value, p, dtype=dtype)
+        axes = tuple(axis for axis, _ in value.place.cuts) if is_sharded(value) else ()  # type: ignore[attr-defined]
+        by_axes.setdefault(axes, []).append(index)
     for axes, indices in by_axes.items():
         parts: list[Any] = [values[index] for index in indices]
+        if not axes:
+            plain = torch._foreach_norm(parts, p, dtype)
+            for index, norm in zip(indices, plain, strict=True):
+                all_norms[index] = norm
+            continue
         what = f"a norm of {', '.join(part.place.name for part in parts)}"
-        powers = torch.stack([_power(part.place.counted(part._local_tensor), p, part.device) for part in parts])
+        powers = _powers([part.place.counted(part._local_tensor) for part in parts], p, parts[0].device)
         for axis in axes:
             powers = _together(_gathered_rows(powers, axis, parts[0].place, what), p)
         norms = powers if p in (0.0, math.inf, -math.inf) else powers.pow(1 / p)
@@ -279,18 +282,47 @@ def norms(values: Sequence[Tensor], order: Any, dtype: torch.dtype | None) -> li
     return all_norms
 
 
-def _power(pieces: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
-    """Returns what is summed over pieces and ranks: the norm to its power p; extremes and counts as they are.
+def _powers(tensors: Sequence[Sequence[Tensor]], order: float, device: torch.device) -> Tensor:
+    """Returns of the pieces of each tensor what is summed over pieces and ranks, f64[tensors]: the norm to its power p;
+    extremes and counts as they are.
 
-    In float64: the square of a norm that float32 holds may be beyond it.
+    In float64: the square of a norm that float32 holds may be beyond it. Kernels are launched for all pieces of a type
+    together: a model has hundreds of tensors.
     """
-    piece_norms = [
-        torch.linalg.vector_norm(piece, p, dtype=_wide(piece.dtype)).double() for piece in pieces if piece.numel()
-    ]
-    if not piece_norms:
-        return torch.full((), math.inf if p == -math.inf else 0.0, dtype=torch.float64, device=device)
-    norms = torch.stack(piece_norms)
-    return _together(norms if p in (0.0, math.inf, -math.inf) else norms.pow(p), p)
+    none = torch.full((1,), math.inf if order == -math.inf else 0.0, dtype=torch.float64, device=device)
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    numbers: dict[torch.dtype, list[int]] = {}
+    for index, pieces in enumerate(tensors):
+        for piece in pieces:
+            if piece.numel():
+                by_type.setdefault(piece.dtype, []).append(piece)
+                numbers.setdefault(piece.dtype, []).append(index)
+    if not by_type:
+        return none.expand(len(tensors))
+    norms = torch.cat(
+        [torch.stack(torch._foreach_norm(some, order, _wide(kind))).double() for kind, some in by_type.items()]
+    )
+    powers = norms if order in (0.0, math.inf, -math.inf) else norms.pow(order)
+    table = _pieces_of(tuple(index for some in numbers.values() for index in some), len(tensors), device)
+    return _together(torch.cat([powers, none]).index_select(0, table.view(-1)).view_as(table), order)
+
+
+@cache
+def _pieces_of(tensors: tuple[int, ...], count: int, device: torch.device) -> Tensor:
+    """Returns the positions of each tensor's pieces, i64[most pieces, count]; where it has fewer, the position behind.
+
+    Kept: a graph that is recorded copies nothing from the host.
+
+    Args:
+        tensors: of each piece, the number of its tensor.
+    """
+    positions: list[list[int]] = [[] for _ in range(count)]
+    for position, tensor in enumerate(tensors):
+        positions[tensor].append(position)
+    most = max(map(len, positions))
+    rows = [row + [len(tensors)] * (most - len(row)) for row in positions]
+    with torch.inference_mode(False):
+        return torch.tensor(rows, device=device).T.contiguous()
 
 
 def _together(rows: Tensor, p: float) -> Tensor:

@@ -43,6 +43,29 @@ class StepFlags:
     is_finite: Tensor | None = None
 
 
+class ClippingOptimizer(Optimizer):
+    """Clips and looks at gradients in its own step.
+
+    Attributes:
+        max_norm: to which it clips; None where it does not.
+        norm: of all gradients in the last step, before they were clipped, a scalar on the device; None where it counts
+            none.
+        waits_for_host: whether a step reads on the host.
+    """
+
+    max_norm: float | None
+    norm: Tensor | None
+    waits_for_host: bool
+
+    def empty_state(self, parameter: Tensor, key: str, dtype: torch.dtype) -> Tensor:
+        """Returns memory like a parameter for a state that is to be loaded, of undefined values.
+
+        Args:
+            key: of the state.
+        """
+        return torch.empty_like(parameter.detach(), dtype=dtype, requires_grad=False)
+
+
 def check_norm(max_norm: Any) -> None:
     """Refuses what is no norm to clip to.
 
@@ -54,6 +77,20 @@ def check_norm(max_norm: Any) -> None:
             f"must be a number of at least 0, got {shown(max_norm)}",
             where="max_norm",
             remedy="pass a number of at least 0",
+        )
+
+
+def check_norm_type(norm_type: Any) -> None:
+    """Refuses what is no order of a norm.
+
+    Raises:
+        InputError: it is no number above 0 and no infinity.
+    """
+    if isinstance(norm_type, bool) or not isinstance(norm_type, (int, float)) or not norm_type > 0:
+        raise InputError(
+            f"must be a number above 0, got {shown(norm_type)}",
+            where="norm_type",
+            remedy="pass 2.0, or float('inf') for the largest element",
         )
 
 
@@ -101,6 +138,9 @@ class Training:
             raise InputError("is of an optimizer's step", where="max_norm", remedy="pass the optimizer too")
         if max_norm is not None:
             check_norm(max_norm)
+        if max_norm is not None and isinstance(optimizer, ClippingOptimizer) and optimizer.max_norm is not None:
+            remedy = "leave it out here, or make the optimizer without it"
+            raise InputError(f"the optimizer itself clips to {optimizer.max_norm}", where="max_norm", remedy=remedy)
         if scaler is not None and self._pipeline is not None:
             self._pipeline.join(scaler)
         return StepOptions(scaler, optimizer, max_norm)
@@ -117,12 +157,18 @@ class Training:
         self._tensors.refresh()
         return self._tensors.leaves
 
-    def clip(self, max_norm: float) -> Tensor:
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients so that their norm is at most `max_norm`; gives the norm before. A collective call."""
-        parameters = self.parameters
-        if self._pipeline is None:
-            return nn.utils.clip_grad_norm_(parameters.values(), max_norm, foreach=True)
-        return self._pipeline.clip(parameters, max_norm)
+        norm = self.norm(norm_type)
+        nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm, foreach=True)
+        return norm
+
+    def norm(self, norm_type: float) -> Tensor:
+        """Returns the norm of all gradients. A collective call."""
+        if self._pipeline is not None:
+            return self._pipeline.norm(self.parameters, float(norm_type))
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        return nn.utils.get_total_norm(gradients, float(norm_type), foreach=True)
 
     def step(self, parts: Sequence[Any], count: int, options: StepOptions) -> StepResult:
         """Runs forward and backward of the microbatches of a step, and what ends it.
@@ -136,9 +182,8 @@ class Training:
         """
         if options.optimizer is not None and takes_tensors(options.optimizer):
             # With and without graphs, so that graphs change no bit.
-            if options.optimizer not in self._rates:
-                self._rates[options.optimizer] = Rates(options.optimizer, self._random.device)
-            self._rates[options.optimizer].refresh()
+            rates = self._rates.setdefault(options.optimizer, Rates(self._random.device))
+            rates.refresh(options.optimizer.param_groups)
         if self.budget is not None and self._graphs.holds_steps and isinstance(options.optimizer, Optimizer):
             check_skips(options.optimizer)
         whole = len(parts) == 1 and count > 1
@@ -260,14 +305,19 @@ class Training:
         if options.max_norm is not None:
             # Unscaled gradients, so that the norm and the limit are in the same unit under every loss scale.
             norm = local_of(self.clip(options.max_norm))
-        is_finite = outcome.loss.isfinite() if norm is None else outcome.loss.isfinite() & norm.isfinite()
+        elif isinstance(optimizer, ClippingOptimizer) and optimizer.norm is not None:
+            optimizer.norm.fill_(torch.nan)  # which it stays where a scaler leaves the step out
         rates = self._rates.get(optimizer)
-        with nullcontext() if rates is None else rates.in_place(), skipping(optimizer, outcome.has_overflowed):
+        in_place = nullcontext() if rates is None else rates.in_place(optimizer.param_groups)
+        with in_place, skipping(optimizer, outcome.has_overflowed):
             if scaler is None:
                 optimizer.step()
             else:
                 scaler.step(optimizer)
                 scaler.update()
+        if isinstance(optimizer, ClippingOptimizer) and optimizer.norm is not None:
+            norm = optimizer.norm.clone()
+        is_finite = outcome.loss.isfinite() if norm is None else outcome.loss.isfinite() & norm.isfinite()
         optimizer.zero_grad(set_to_none=True)
         return replace(outcome, norm=norm, is_finite=is_finite)
 
@@ -321,28 +371,31 @@ def skipping(optimizer: Optimizer, is_skipped: Tensor | None) -> Iterator[None]:
 class Rates:
     """Learning rates of an optimizer's groups as tensors."""
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
-        self._groups = optimizer.param_groups
-        dtype = torch.float32 if device.type == "cuda" else torch.float64  # as torch's fused kernels read them
-        self._known: list[float] = [float(group[RATE]) for group in optimizer.param_groups]
-        self._tensors = [torch.tensor(rate, dtype=dtype, device=device) for rate in self._known]
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._dtype = torch.float32 if device.type == "cuda" else torch.float64  # as torch's fused kernels read them
+        self._known: list[float] = []
+        self._tensors: list[Tensor] = []
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
         """Puts the tensors into the groups."""
-        before = [group[RATE] for group in self._groups]
-        for group, tensor in zip(self._groups, self._tensors, strict=True):
+        before = [group[RATE] for group in groups]
+        for group, tensor in zip(groups, self._tensors, strict=True):
             group[RATE] = tensor
         try:
             yield
         finally:
-            for group, rate in zip(self._groups, before, strict=True):
+            for group, rate in zip(groups, before, strict=True):
                 group[RATE] = rate
 
-    def refresh(self) -> None:
-        """Writes the numbers that the groups have by now."""
-        for i, group in enumerate(self._groups):
+    def refresh(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Writes the numbers that the groups have by now: a state that an optimizer loads makes others of them."""
+        for i, group in enumerate(groups):
             rate = float(group[RATE])
-            if rate != self._known[i]:
+            if i == len(self._known):
+                self._known.append(rate)
+                self._tensors.append(torch.tensor(rate, dtype=self._dtype, device=self._device))
+            elif rate != self._known[i]:
                 self._tensors[i].fill_(rate)
                 self._known[i] = rate

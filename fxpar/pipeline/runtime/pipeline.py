@@ -6,6 +6,7 @@ gradients of this rank's parameters.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from datetime import timedelta
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxpar.errors import InputError
 from fxpar.ir.program import Program, tensor_type
@@ -128,20 +129,23 @@ class PipelineExecutor(Evaluation):
         self._share(calls, new)
         return loss, {name: g if factor is None else g * factor for name, g in gradients.items()}, has_overflowed
 
-    def clip(self, parameters: Mapping[str, Tensor], max_norm: float) -> Tensor:
+    def norm(self, parameters: Mapping[str, Tensor], order: float) -> Tensor:
         """Implements `StageRunner`."""
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         counted = [g for name, g in gradients.items() if name in self._shared.counted]
-        local_norms = norms([g if isinstance(g, Sharded) else local_of(g) for g in counted], 2.0, None)
+        local_norms = norms([g if isinstance(g, Sharded) else local_of(g) for g in counted], order, None)
         # In float64: the square of a norm that float32 holds may be beyond it.
-        if local_norms:
-            squares = torch.stack([norm.double() for norm in local_norms]).square().sum()
-        else:
-            squares = torch.zeros((), dtype=torch.float64, device=self._world.device)
-        some = next(iter(gradients.values() or parameters.values()), squares)
-        norm = sum_over(squares, self._world.groups["pp"]).sqrt().to(some.dtype)
-        nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm, foreach=True)
-        return norm
+        wide = torch.stack([norm.double() for norm in local_norms]) if local_norms else None
+        nothing = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        some = next(iter(gradients.values() or parameters.values()), nothing)
+        group = self._world.groups["pp"]
+        if math.isinf(order):
+            largest = max_over(nothing if wide is None else wide.amax(), group)
+            # A maximum over ranks need not keep NaN, and a sum does.
+            lost = sum_over(nothing if wide is None else wide.isnan().any().double(), group) > 0
+            return largest.masked_fill(lost, math.nan).to(some.dtype)
+        powers = sum_over(nothing if wide is None else wide.pow(order).sum(), group)
+        return powers.pow(1 / order).to(some.dtype)
 
     def join(self, scaler: torch.amp.GradScaler) -> None:
         """Implements `StageRunner`."""

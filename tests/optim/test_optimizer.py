@@ -1,0 +1,354 @@
+"""`fxpar.Optimizer` on one process and on several: steps are those of torch's optimizers, written by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxpar
+from fxpar.checkpoint.parallel_module import ParallelModule
+from fxpar.errors import FxparError
+from fxpar.runtime import chunked_step
+from fxpar.runtime.sharded import local_of
+from tests.optim import optimizer_jobs as jobs
+from tests.products import few
+from tests.runtime import models
+from tests.runtime.shard_jobs import Found, batches, build, module
+from tests.runtime.test_training import assert_same
+from tests.runtime.world import World
+
+ONE = ("none", 1, 1)
+MESHES = [("none", 2, 1), ("optimizer", 1, 2), ("parameters", 1, 2), ("parameters", 2, 2), ("gradients", 1, 4)]
+Fixture = pytest.FixtureRequest
+
+
+def ran(request: Fixture, mesh: tuple[str, int, int], job: Callable[..., Any], *args: Any, **more: Any) -> list[Any]:
+    ranks = mesh[1] * mesh[2] * more.get("pp", 1)
+    call = partial(job, **more)
+    results = [call(*args)] if ranks == 1 else request.getfixturevalue(f"world{ranks}").run(call, *args)
+    return list(results)
+
+
+@cache
+def expected(algorithm: str, norm_type: float, count: int) -> Found:
+    return jobs.expected(algorithm, norm_type, count)
+
+
+def assert_alike(found: Found, wanted: Found, tolerance: float = 1e-5) -> None:
+    assert found["losses"] == pytest.approx(wanted["losses"], abs=tolerance)
+    if "norms" in wanted:
+        assert found["norms"] == pytest.approx(wanted["norms"], rel=tolerance)
+    assert_same(found["state"], wanted["state"], tolerance)
+
+
+CASES = [
+    (mesh, algorithm, norm_type, inside)
+    for mesh in (ONE, *MESHES)
+    for algorithm in jobs.OPTIONS
+    for norm_type in (2.0, math.inf, 1.0, 3)
+    for inside in (False, True)
+]
+EVERY_TIME = [
+    (ONE, "sgd", 3, False),
+    (("none", 2, 1), "adamw", math.inf, True),
+    (("parameters", 1, 2), "adam", 1.0, False),
+    (("parameters", 2, 2), "adamw", 2.0, True),
+]
+
+
+@pytest.mark.parametrize(("mesh", "algorithm", "norm_type", "inside"), few(CASES, EVERY_TIME))
+def test_groups_clipping_and_rates_are_those_of_a_script(
+    request: Fixture, mesh: tuple[str, int, int], algorithm: str, norm_type: float, inside: bool
+) -> None:
+    wanted = expected(algorithm, float(norm_type), 3)
+    for found in ran(request, mesh, jobs.trained, mesh, algorithm, norm_type, 3, inside):
+        assert_alike(found, wanted)
+
+
+CHUNKED = [
+    (mesh, algorithm, inside) for mesh in (ONE, *MESHES) for algorithm in jobs.OPTIONS for inside in (False, True)
+]
+CHUNKED_NOW = [
+    *((ONE, algorithm, False) for algorithm in jobs.OPTIONS),
+    (("parameters", 1, 2), "adamw", True),
+    (("none", 2, 1), "sgd", False),
+]
+
+
+@pytest.mark.parametrize(("mesh", "algorithm", "inside"), few(CHUNKED, CHUNKED_NOW))
+def test_chunks_of_parameters_step_as_the_whole(
+    request: Fixture, mesh: tuple[str, int, int], algorithm: str, inside: bool
+) -> None:
+    """Chunks of 37 elements, which cut parameters and hold parts of several, of three groups."""
+    wanted = expected(algorithm, 2.0, 1)
+    for found in ran(request, mesh, jobs.trained, mesh, algorithm, 2.0, 1, inside, {"offload": True}):
+        assert_alike(found, wanted)
+
+
+@pytest.mark.parametrize("norm_type", few([2.0, math.inf, 1.0], [math.inf]))
+def test_stages_of_a_pipeline_clip_together(world4: World, norm_type: float) -> None:
+    """Tied words on the first and the last stage count once; some groups are empty on a stage."""
+    wanted = jobs.expected("adamw", norm_type, 2, kind=models.Deep)
+    more: dict[str, Any] = {"kind": models.Deep, "pp": 2, "microbatches": 2}
+    for found in world4.run(partial(jobs.trained, **more), ("optimizer", 1, 2), "adamw", norm_type, 2, True):
+        assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
+        assert_same(found["state"], wanted["state"], 1e-5)
+
+
+MAIN = [(mesh, offload) for mesh in (ONE, *MESHES) for offload in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "offload"), few(MAIN, [(ONE, False), (("parameters", 1, 2), True), (("none", 2, 1), False)])
+)
+def test_main_weights_are_what_a_script_keeps(request: Fixture, mesh: tuple[str, int, int], offload: bool) -> None:
+    """Bfloat16 weights follow float32 ones, which small steps would not change otherwise."""
+    wanted = jobs.half_by_hand(2)
+    for found in ran(request, mesh, jobs.half, mesh, 2, offload=offload):
+        # A sum of ranks in bfloat16 rounds otherwise than that of one process.
+        assert_same(found["state"], wanted["state"], 0 if mesh == ONE else 2e-2)
+        assert found["dtypes"] == {"torch.float32"}
+        assert found["rounded"]
+
+
+def test_main_weights_follow_weights_that_were_loaded() -> None:
+    assert jobs.loaded_weights() == (True, True)
+
+
+@pytest.mark.parametrize(("options", "mesh"), [({"main_weights": True, "offload": True}, ONE), ({}, ONE)])
+def test_a_save_goes_on_on_other_ranks(
+    world2: World, tmp_path: Path, options: dict[str, Any], mesh: tuple[str, int, int]
+) -> None:
+    """Steps after a save, of chunks of other sizes; also where the optimizer had a state before it was loaded."""
+    wanted = jobs.saved(tmp_path, mesh, **options)
+    again = jobs.resumed(tmp_path, mesh, **options)
+    assert again["losses"] == wanted["losses"]
+    assert_same(again["state"], wanted["state"], 0)
+    for found in world2.run(partial(jobs.resumed, **options), tmp_path, ("parameters", 1, 2)):
+        assert_same(found["state"], wanted["state"], 2e-2)
+
+
+def test_a_state_is_loaded_over_another(tmp_path: Path) -> None:
+    """Of a training that went on: numbers of pieces, and values in the memory that is stepped."""
+    options = {"main_weights": True, "offload": True}
+    wanted = jobs.saved(tmp_path, ONE, **options)
+    again = jobs.resumed(tmp_path, ONE, steps=3, **options)
+    assert again["losses"] == wanted["losses"]
+    assert_same(again["state"], wanted["state"], 0)
+
+
+POISONED = [(mesh, nonfinite) for mesh in (ONE, *MESHES) for nonfinite in ("raise", "skip")]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "nonfinite"), few(POISONED, [(ONE, "raise"), (("none", 2, 1), "raise"), (("parameters", 1, 2), "skip")])
+)
+def test_a_step_with_nan_names_the_gradient(request: Fixture, mesh: tuple[str, int, int], nonfinite: str) -> None:
+    """All ranks name it, whichever has the NaN, and nothing changes; the step after it is as if there was none."""
+    results = ran(request, mesh, jobs.poisoned, mesh, nonfinite)
+    for found in results:
+        assert found["unchanged"]
+        assert math.isnan(found["norm"])
+        assert (found["named"], found["named then"]) == ("up.weight", None)
+        assert ("gradient of up.weight: is not finite" in found["error"]) == (nonfinite == "raise")
+        assert_same(found["state"], results[0]["state"], 0)
+
+
+@pytest.mark.matrix
+def test_a_stage_names_a_gradient_of_another(world4: World) -> None:
+    more: dict[str, Any] = {"kind": models.Deep, "pp": 2, "microbatches": 2}
+    for found in world4.run(partial(jobs.poisoned, **more), ("none", 1, 2), "raise"):
+        assert found["unchanged"]
+        assert found["named"] == "down.2.weight"
+        assert "gradient of down.2.weight: is not finite" in found["error"]
+
+
+@pytest.mark.parametrize(("shard", "nonfinite"), [("none", "skip"), ("optimizer", "ignore")])
+def test_graphs_change_no_bit(request: Fixture, shard: str, nonfinite: str) -> None:
+    """With the step in the graph, of two shapes in turn; a step of weights that are infinite is left out."""
+    mesh = (shard, 1, 1 if shard == "none" else 2)
+    for found in ran(request, mesh, jobs.replayed, shard, mesh[2], nonfinite):
+        assert found["same"]
+        assert all(norm == flag or norm != norm for _, norm, flag, *_ in found["seen"])
+        if nonfinite == "skip":
+            assert [bool(name) for *_, name in found["seen"]] == [step == 5 for step in range(8)]
+            assert all(math.isfinite(norm) for step, (_, norm, *_) in enumerate(found["seen"]) if step != 5)
+
+
+def test_rates_of_a_loaded_state_reach_a_replayed_step() -> None:
+    first, loaded, none = jobs.rates()
+    assert first == pytest.approx(1e-2, rel=1e-2)
+    assert 0 < loaded < 2e-4
+    assert none == 0
+
+
+@pytest.mark.parametrize("nonfinite", ["ignore", "raise"])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_scaler_skips_steps_that_overflow(unscales: bool, nonfinite: str) -> None:
+    found = jobs.scaled(ONE, unscales, nonfinite)
+    skipped = sum(after < before for before, after in zip([2.0**24, *found["scales"]], found["scales"], strict=False))
+    assert skipped > 2
+    assert found["steps"] == {16.0 - skipped}
+    other = jobs.scaled(ONE, not unscales, "ignore")
+    assert_same(found["state"], other["state"], 1e-6)
+
+
+# What is no argument.
+
+
+def made(*args: Any, **options: Any) -> Callable[[ParallelModule], object]:
+    return lambda module: fxpar.Optimizer(module, *args, **options)
+
+
+class Eager(torch.optim.Adagrad):
+    """Makes its state at once."""
+
+
+def _frozen(module: ParallelModule) -> object:
+    module.get_parameter("up.weight").requires_grad_(False)
+    optimizer = fxpar.Optimizer(module, main_weights=True)
+    module.get_parameter("up.weight").requires_grad_(True)
+    module.train_step(batches(1)[0])
+    return optimizer.step()
+
+
+def _added(module: ParallelModule) -> object:
+    optimizer = fxpar.Optimizer(module)
+    optimizer.add_param_group({"params": [torch.zeros(1)]})
+    return optimizer
+
+
+REFUSED: dict[str, tuple[Callable[[ParallelModule], object], str]] = {
+    "parameters": (
+        lambda m: fxpar.Optimizer(m.parameters()),  # type: ignore[arg-type]
+        "module: must be a parallel module, got a generator",
+    ),
+    "a name": (made("lion"), "algorithm: no optimizer has the name 'lion'"),
+    "no class": (made(torch.optim), "algorithm: must be a class of optimizers"),
+    "an option": (made(learning_rate=1.0), "learning_rate: AdamW has no option of this name; choose from lr"),
+    "an option of a rule": (made(groups={"*": {"wd": 0.0}}), "wd: AdamW has no option of this name"),
+    "a value": (made(lr=-1.0), "options of AdamW: Invalid learning rate: -1.0"),
+    "a value of a rule": (made(groups={"up*": {"lr": -1.0}}), "options of AdamW: Invalid learning rate: -1.0"),
+    "a kind of value": (made(lr="fast"), "options of AdamW: "),
+    "no options": (made(groups={"up*": 0.0}), "groups['up*']: must be options, got 0.0"),
+    "nothing selected": (made(groups={"upp*": {}}), "groups['upp*']: selects no parameter; names look like"),
+    "no class selected": (made(groups={nn.Conv2d: {}}), "groups[Conv2d]: selects no parameter"),
+    "no selector": (made(groups={3: {}}), "groups[3]: selects no parameters: a int"),
+    "norm": (made(max_norm=-1.0), "max_norm: must be a number of at least 0, got -1.0"),
+    "order": (made(norm_type=0), "norm_type: must be a number above 0, got 0"),
+    "nonfinite": (made(nonfinite="warn"), "nonfinite: must be one of them, got 'warn'"),
+    "skip": (made(torch.optim.NAdam, nonfinite="skip"), "nonfinite='skip': cannot skip a step on the device"),
+    "early state": (made(Eager, offload=True), "Eager: makes its state before its first step"),
+    "twice": (
+        lambda m: m.train_step(batches(1)[0], optimizer=fxpar.Optimizer(m, max_norm=1.0), max_norm=2.0),
+        "max_norm: the optimizer itself clips to 1.0",
+    ),
+    "not looked at": (lambda m: fxpar.Optimizer(m).nonfinite_gradient(), "nonfinite='ignore': looks at no gradients"),
+    "torch's state": (
+        lambda m: fxpar.Optimizer(m, offload=True).load_state_dict({}),
+        "load_state_dict: torch would load main weights in half precision",
+    ),
+    "frozen": (_frozen, "was frozen when the optimizer was made, and has a gradient now"),
+    "a group": (_added, "a parameter group: cannot be added"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_argument_is_refused(name: str) -> None:
+    call, text = REFUSED[name]
+    with pytest.raises(FxparError) as error:
+        call(module("none", 1, 1))
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"nonfinite": "raise"}, "Optimizer: waits for the host"), ({"offload": True}, "Optimizer: waits for the host")],
+)
+def test_a_graph_refuses_what_waits_for_the_host(options: dict[str, Any], text: str) -> None:
+    model = build("none", 1, 1, cuda_graphs=fxpar.CudaGraphs("full_iteration"))
+    optimizer = fxpar.Optimizer(model, **options)
+    part = batches(1)[0]
+    with pytest.raises(FxparError, match=text):
+        model.train_step(part, optimizer=optimizer)
+    model.train_step(part)  # as the error says
+    optimizer.step()
+    model.close()
+
+
+def test_a_host_with_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_step, "_free_bytes", lambda: 2000)
+    chunked_step.check_host(1000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(FxparError, match=r"offload: needs 0\.0 GiB of the host's memory for 4 ranks"):
+        chunked_step.check_host(1000)
+    with pytest.raises(FxparError, match="offload: needs"):
+        fxpar.Optimizer(module("none", 1, 1), offload=True)
+
+
+def test_a_rule_may_have_another_algorithm() -> None:
+    """It has none of the others' options, and one state and one list of groups hold both."""
+    model = module("none", 1, 1)
+    rules: dict[Any, Any] = {
+        nn.Embedding: {"algorithm": "sgd", "lr": 0.5},
+        lambda name, parameter: parameter.ndim < 2: {"weight_decay": 0.0},
+    }
+    optimizer = fxpar.Optimizer(model, lr=1e-2, weight_decay=0.3, groups=rules)
+    part = batches(1)[0]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.train_step(part)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    optimizer.step()
+    named = dict(model.named_parameters())
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0, 0.0]
+    assert torch.equal(named["embed.weight"], before["embed.weight"] - 0.5 * gradients["embed.weight"])
+    assert "exp_avg" not in optimizer.state[named["embed.weight"]]
+    for name in ("up.weight", "up.bias"):
+        decay = 1 - 1e-2 * 0.3 if name == "up.weight" else 1.0
+        moved = before[name] * decay - 1e-2 * gradients[name].sign()
+        assert torch.allclose(named[name], moved, atol=1e-4), name
+        assert optimizer.state[named[name]]["step"] == 1
+    state = optimizer.state_dict()
+    other = fxpar.Optimizer(model, lr=1e-2, weight_decay=0.3, groups=rules)
+    other.load_state_dict(state)
+    other.param_groups[0]["lr"] = 0.0
+    before = {name: p.detach().clone() for name, p in named.items()}
+    other.step()  # the groups that were loaded are those that step
+    assert torch.equal(named["up.weight"], before["up.weight"])
+    assert not torch.equal(named["up.bias"], before["up.bias"])
+    assert other.state[named["up.bias"]]["step"] == 2
+
+
+def test_parameters_of_other_memory_formats_are_stepped_in_their_order() -> None:
+    """A weight that is a transposed view, with a gradient that is not."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, 3, generator=torch.Generator().manual_seed(2)).t())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.weight).square().mean()
+
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
+    results = []
+    for options in ({}, {"main_weights": True, "offload": True}):
+        model = fxpar.parallelize(Turned(), fxpar.Plan(), (x,))
+        optimizer = fxpar.Optimizer(model, lr=0.1, **options)  # type: ignore[arg-type]
+        chunked_step.CHUNK = 4
+        model.train_step((x,))
+        weight = model.get_parameter("weight")
+        assert weight.grad is not None
+        weight.grad = weight.grad.clone(memory_format=torch.contiguous_format)
+        optimizer.step()
+        results.append(local_of(weight).clone())
+        if options:
+            assert torch.equal(optimizer.state[weight]["exp_avg"].sign(), weight.grad.sign())
+    assert torch.equal(*results)
