@@ -150,7 +150,7 @@ class Optimizer(ClippingOptimizer):
             gradients = [local_of(p.grad) for p in self._names if p.grad is not None]
             torch._foreach_mul_(gradients, scale.double().reciprocal().float())
         if self._counts:
-            self._norm.copy_(local_of(self._module._training.norm(self._norm_type)))
+            self._norm.copy_(self._module._training.norm(self._norm_type, self._norm.dtype))
             skipped = self._looked_at(skipped)
         if self._max_norm is not None:
             gradients = [p for p in self._names if p.grad is not None]

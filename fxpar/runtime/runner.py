@@ -111,12 +111,13 @@ class StageRunner(Protocol):
             Overflow: rows had no place, in a step that no graph records. It has changed nothing.
         """
 
-    def norm(self, parameters: Mapping[str, Tensor], order: float) -> Tensor:
+    def norm(self, parameters: Mapping[str, Tensor], order: float, dtype: torch.dtype | None) -> Tensor:
         """Returns the norm of the gradients of all stages. A collective call.
 
         Args:
             parameters: this rank's, by name.
             order: of the norm, greater than 0; the largest element where it is infinite.
+            dtype: in which it is counted; None for that of the gradients.
         """
 
     def join(self, scaler: torch.amp.GradScaler) -> None:

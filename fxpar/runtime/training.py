@@ -163,12 +163,21 @@ class Training:
         nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm, foreach=True)
         return norm
 
-    def norm(self, norm_type: float) -> Tensor:
-        """Returns the norm of all gradients. A collective call."""
+    def norm(self, norm_type: float, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns the norm of all gradients. A collective call.
+
+        Args:
+            dtype: in which it is counted; that of the gradients by default, as torch does.
+        """
+        order = float(norm_type)
         if self._pipeline is not None:
-            return self._pipeline.norm(self.parameters, float(norm_type))
+            return self._pipeline.norm(self.parameters, order, dtype)
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        return nn.utils.get_total_norm(gradients, float(norm_type), foreach=True)
+        if dtype is None or not gradients:
+            return nn.utils.get_total_norm(gradients, order, foreach=True)
+        norms = torch.stack([local_of(norm) for norm in torch._foreach_norm(gradients, order, dtype)])
+        total: Tensor = torch.linalg.vector_norm(norms, order)
+        return total
 
     def step(self, parts: Sequence[Any], count: int, options: StepOptions) -> StepResult:
         """Runs forward and backward of the microbatches of a step, and what ends it.

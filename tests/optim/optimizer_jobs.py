@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxpar
 from fxpar.checkpoint.parallel_module import ParallelModule
 from fxpar.runtime import chunked_step
-from fxpar.runtime.sharded import local_of
+from fxpar.runtime.sharded import local_of, whole_of
 from tests.runtime import models
 from tests.runtime.shard_jobs import Found, batches, build, found, mine, module
 
@@ -126,6 +126,16 @@ def half(mesh: tuple[str, int, int], count: int, **options: Any) -> Found:
     mains = {n: optimizer.state[p]["main"] for n, p in named.items() if p in optimizer.state}
     rounded = all(torch.equal(local_of(main).bfloat16(), local_of(named[n])) for n, main in mains.items())
     return {"losses": losses, "state": model.full_state_dict(), "dtypes": dtypes, "rounded": rounded}
+
+
+def half_norm(mesh: tuple[str, int, int]) -> tuple[float, float]:
+    """The norm that clips gradients in bfloat16, and the one of their values in float64."""
+    model = build(*mesh, precision="bf16_weights")
+    optimizer = fxpar.Optimizer(model, lr=0.0, max_norm=1e9)
+    model.train_step(mine(model, batches(1))[0])
+    gradients = [whole_of(p.grad).double() for p in model.parameters() if p.grad is not None]
+    optimizer.step()
+    return float(optimizer.norm), float(torch.nn.utils.get_total_norm(gradients))  # type: ignore[arg-type]
 
 
 def loaded_weights() -> tuple[bool, bool]:

@@ -129,23 +129,23 @@ class PipelineExecutor(Evaluation):
         self._share(calls, new)
         return loss, {name: g if factor is None else g * factor for name, g in gradients.items()}, has_overflowed
 
-    def norm(self, parameters: Mapping[str, Tensor], order: float) -> Tensor:
+    def norm(self, parameters: Mapping[str, Tensor], order: float, dtype: torch.dtype | None) -> Tensor:
         """Implements `StageRunner`."""
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         counted = [g for name, g in gradients.items() if name in self._shared.counted]
-        local_norms = norms([g if isinstance(g, Sharded) else local_of(g) for g in counted], order, None)
+        local_norms = norms([g if isinstance(g, Sharded) else local_of(g) for g in counted], order, dtype)
         # In float64: the square of a norm that float32 holds may be beyond it.
         wide = torch.stack([norm.double() for norm in local_norms]) if local_norms else None
         nothing = torch.zeros((), dtype=torch.float64, device=self._world.device)
-        some = next(iter(gradients.values() or parameters.values()), nothing)
+        kind = dtype or next(iter(gradients.values() or parameters.values()), nothing).dtype
         group = self._world.groups["pp"]
         if math.isinf(order):
             largest = max_over(nothing if wide is None else wide.amax(), group)
             # A maximum over ranks need not keep NaN, and a sum does.
             lost = sum_over(nothing if wide is None else wide.isnan().any().double(), group) > 0
-            return largest.masked_fill(lost, math.nan).to(some.dtype)
+            return largest.masked_fill(lost, math.nan).to(kind)
         powers = sum_over(nothing if wide is None else wide.pow(order).sum(), group)
-        return powers.pow(1 / order).to(some.dtype)
+        return powers.pow(1 / order).to(kind)
 
     def join(self, scaler: torch.amp.GradScaler) -> None:
         """Implements `StageRunner`."""
