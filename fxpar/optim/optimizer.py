@@ -7,7 +7,8 @@ Enters: a module, and the class of an optimizer that treats each element by itse
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -146,47 +147,49 @@ class Optimizer(ClippingOptimizer):
             with torch.enable_grad():
                 loss = closure()
         skipped: Tensor | None = getattr(self, "found_inf", None)
-        if (scale := getattr(self, "grad_scale", None)) is not None:
-            gradients = [local_of(p.grad) for p in self._names if p.grad is not None]
-            torch._foreach_mul_(gradients, scale.double().reciprocal().float())
+        divisor: Tensor | None = getattr(self, "grad_scale", None)  # of a scaler that has not unscaled gradients
         if self._counts:
-            self._norm.copy_(self._module._training.norm(self._norm_type, self._norm.dtype))
-            skipped = self._looked_at(skipped)
+            norm, single = self._module._training.norms(self._norm_type, self._norm.dtype)
+            self._norm.copy_(norm if divisor is None else norm / divisor)
+            skipped = self._looked_at(single, skipped)
         if self._max_norm is not None:
-            gradients = [p for p in self._names if p.grad is not None]
-            torch.nn.utils.clip_grads_with_norm_(gradients, self._max_norm, self._norm, foreach=True)
+            # As torch clips: by at most 1, and with a small number in place of no gradient.
+            over = ((self._norm + 1e-6) / self._max_norm).clamp(min=1.0)
+            divisor = over if divisor is None else divisor * over
         for step, _ in self._steps:
-            if skipped is not None:
-                step.found_inf = skipped  # type: ignore[union-attr]
-            try:
-                step.step()
-            finally:
-                if skipped is not None:
-                    del step.found_inf  # type: ignore[union-attr]
+            if _is_fused(step):
+                # Their kernels divide gradients where they read them, and change nothing where `found_inf` is not 0.
+                with _attributes(step, grad_scale=divisor, found_inf=skipped):
+                    step.step()
+                continue
+            if divisor is not None:
+                some = [p.grad for group in step.param_groups for p in group["params"] if p.grad is not None]
+                torch._foreach_div_([local_of(gradient) for gradient in some], divisor)
+            step.step()
         return loss
 
-    def _looked_at(self, skipped: Tensor | None) -> Tensor | None:
+    def _looked_at(self, single: Mapping[str, Tensor], skipped: Tensor | None) -> Tensor | None:
         """Returns whether a step is to be skipped, f32[]; None where nothing tells.
+
+        Args:
+            single: norms of gradients, by name of the parameter.
 
         Raises:
             InputError: as of `step`.
         """
         if self._nonfinite == "ignore":
             return skipped
-        some = [parameter for parameter in self._names if parameter.grad is not None]
-        # Of this rank's parts: which rank has found what is asked where it is read.
-        norms = dict(zip(some, torch._foreach_norm([local_of(p.grad) for p in some], torch.inf), strict=True))
         zero = self._norm.new_zeros(())
         if self._names:
-            self._finite.copy_(torch.stack([norms.get(p, zero).to(zero.dtype) for p in self._names]).isfinite())
+            self._finite.copy_(torch.stack([single.get(name, zero) for name in self._names.values()]).isfinite())
         if self._nonfinite == "raise":
             if not bool(self._norm.isfinite()):
                 name = self.nonfinite_gradient()
                 # All ranks come here, and nothing has changed: the training may go on.
                 self._module.world.agreement.stepping = ""
                 raise InputError(
-                    "is not finite" if name else "overflows, while all gradients are finite",
-                    where=f"gradient of {name}" if name else "the norm of the gradients",
+                    "is not finite",
+                    where=f"gradient of {name}" if name else "the norm of all gradients",
                     remedy="lower the learning rate, look at the batch, or leave such steps out by nonfinite='skip'",
                 )
             return skipped
@@ -386,6 +389,17 @@ def _kind_of(algorithm: Any, parameters: Mapping[str, Tensor]) -> Kind:
                     remedy=f"{_choose([*ALGORITHMS])}, or another class that treats each element by itself",
                 )
     return algorithm
+
+
+@contextmanager
+def _attributes(step: Any, **values: Tensor | None) -> Iterator[None]:
+    """Gives a step attributes that torch's fused optimizers look for."""
+    vars(step).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            delattr(step, name)
 
 
 def _is_fused(step: torch.optim.Optimizer | ChunkedStep) -> bool:

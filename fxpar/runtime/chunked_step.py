@@ -278,7 +278,8 @@ class ChunkedStep:
             params.setdefault(piece.entry.group, []).append(target)
             targets[target] = piece, values
         step.param_groups = [{**self.param_groups[number], "params": some} for number, some in params.items()]
-        step.found_inf = getattr(self, "found_inf", None)  # type: ignore[attr-defined]
+        for name in ("found_inf", "grad_scale"):  # which torch's fused optimizers look for
+            setattr(step, name, getattr(self, name, None))
         step.step()
         for target, (piece, values) in targets.items():
             after = step.state[target]

@@ -111,8 +111,10 @@ class StageRunner(Protocol):
             Overflow: rows had no place, in a step that no graph records. It has changed nothing.
         """
 
-    def norm(self, parameters: Mapping[str, Tensor], order: float, dtype: torch.dtype | None) -> Tensor:
-        """Returns the norm of the gradients of all stages. A collective call.
+    def norms(
+        self, parameters: Mapping[str, Tensor], order: float, dtype: torch.dtype | None
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Returns the norm of the gradients of all stages, and of those that count on this rank. A collective call.
 
         Args:
             parameters: this rank's, by name.

@@ -159,25 +159,27 @@ class Training:
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients so that their norm is at most `max_norm`; gives the norm before. A collective call."""
-        norm = self.norm(norm_type)
+        norm, _ = self.norms(norm_type)
         nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm, foreach=True)
         return norm
 
-    def norm(self, norm_type: float, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns the norm of all gradients. A collective call.
+    def norms(self, norm_type: float, dtype: torch.dtype | None = None) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Returns the norm of all gradients, and of single ones, by name of the parameter. A collective call.
 
         Args:
-            dtype: in which it is counted; that of the gradients by default, as torch does.
+            dtype: in which they are counted; that of the gradients by default, as torch does.
+
+        Returns:
+            Of the single ones those that count on this rank: of a tied weight one stage has it.
         """
-        order = float(norm_type)
+        order, parameters = float(norm_type), self.parameters
         if self._pipeline is not None:
-            return self._pipeline.norm(self.parameters, order, dtype)
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if dtype is None or not gradients:
-            return nn.utils.get_total_norm(gradients, order, foreach=True)
-        norms = torch.stack([local_of(norm) for norm in torch._foreach_norm(gradients, order, dtype)])
-        total: Tensor = torch.linalg.vector_norm(norms, order)
-        return total
+            return self._pipeline.norms(parameters, order, dtype)
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        if not gradients:
+            return torch.zeros((), device=self._random.device), {}
+        single = [local_of(norm) for norm in torch._foreach_norm([*gradients.values()], order, dtype)]
+        return torch.linalg.vector_norm(torch.stack(single), order), dict(zip(gradients, single, strict=True))
 
     def step(self, parts: Sequence[Any], count: int, options: StepOptions) -> StepResult:
         """Runs forward and backward of the microbatches of a step, and what ends it.

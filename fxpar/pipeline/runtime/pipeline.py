@@ -129,11 +129,14 @@ class PipelineExecutor(Evaluation):
         self._share(calls, new)
         return loss, {name: g if factor is None else g * factor for name, g in gradients.items()}, has_overflowed
 
-    def norm(self, parameters: Mapping[str, Tensor], order: float, dtype: torch.dtype | None) -> Tensor:
+    def norms(
+        self, parameters: Mapping[str, Tensor], order: float, dtype: torch.dtype | None
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Implements `StageRunner`."""
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        counted = [g for name, g in gradients.items() if name in self._shared.counted]
-        local_norms = norms([g if isinstance(g, Sharded) else local_of(g) for g in counted], order, dtype)
+        counted = {name: g for name, g in gradients.items() if name in self._shared.counted}
+        local_norms = norms([g if isinstance(g, Sharded) else local_of(g) for g in counted.values()], order, dtype)
+        single = dict(zip(counted, local_norms, strict=True))
         # In float64: the square of a norm that float32 holds may be beyond it.
         wide = torch.stack([norm.double() for norm in local_norms]) if local_norms else None
         nothing = torch.zeros((), dtype=torch.float64, device=self._world.device)
@@ -143,9 +146,9 @@ class PipelineExecutor(Evaluation):
             largest = max_over(nothing if wide is None else wide.amax(), group)
             # A maximum over ranks need not keep NaN, and a sum does.
             lost = sum_over(nothing if wide is None else wide.isnan().any().double(), group) > 0
-            return largest.masked_fill(lost, math.nan).to(kind)
+            return largest.masked_fill(lost, math.nan).to(kind), single
         powers = sum_over(nothing if wide is None else wide.pow(order).sum(), group)
-        return powers.pow(1 / order).to(kind)
+        return powers.pow(1 / order).to(kind), single
 
     def join(self, scaler: torch.amp.GradScaler) -> None:
         """Implements `StageRunner`."""
