@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,7 +34,12 @@ Sizes = Annotated[
     typer.Option(metavar="SYMBOL=N", help="value of a symbol, for example b=8; the example's otherwise; repeatable"),
 ]
 Optimizer = Annotated[
-    str, typer.Option(metavar="KIND", help="adamw, sgd, sgd-momentum or none: what state a parameter has")
+    str,
+    typer.Option(
+        metavar="KIND",
+        help="adamw, sgd, sgd-momentum, muon or none: what state a parameter has; with +main for float32 main weights, "
+        "and +offload for state in the host's memory",
+    ),
 ]
 Device = Annotated[
     str, typer.Option(metavar="KIND", help="cpu or cuda: whose kernels are assumed; no GPU is needed to count")
@@ -332,20 +338,48 @@ def memory(
     optimizer: Optimizer = "adamw",
     device: Device = "cpu",
     of_stage: OfStage = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="memory of a rank, such as 80GiB; exit status 1 where the peak is beyond it"),
+    ] = None,
 ) -> CommandResult:
     """Counts the memory of a rank: parameters, gradients, optimizer, activations and the peak of a training step.
 
     Of a pipeline it is that of each rank, or with --of-stage that of one microbatch on that stage.
     """
+    limit = None if memory is None else _bytes_of(memory)
     figures = _figures(ui, request, size or [], optimizer, device, of_stage=of_stage)
     document = figures.to_dict()
+    fullest = max(figures.ranks, key=lambda rank: rank.peak)
+    fits = limit is None or fullest.peak <= limit
 
     def show(stdout: Console) -> None:
         from fxpar.cost.figures import as_group, memory_sections
 
         stdout.print(as_group(memory_sections(figures)))
+        if limit is not None:
+            said = "It fits" if fits else "It does not fit"
+            stdout.print(f"\n{said}: rank {fullest.rank} needs {amount(fullest.peak)} of {amount(limit)}.")
 
-    return CommandResult({key: document[key] for key in _MEMORY}, show)
+    found = {key: document[key] for key in _MEMORY} | ({} if limit is None else {"memory": limit, "fits": fits})
+    return CommandResult(found, show, FINE if fits else FAILED)
+
+
+_UNITS = {"B": 1, **{f"{prefix}B": 1000**n for n, prefix in enumerate("KMGT", 1)}}
+_UNITS |= {f"{prefix}iB": 1024**n for n, prefix in enumerate("KMGT", 1)}
+
+
+def _bytes_of(text: str) -> int:
+    """Returns how many bytes `80GiB` are.
+
+    Raises:
+        InputError: it is no size.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
+    if found is None or found[2] not in _UNITS or float(found[1]) == 0:
+        remedy = f"write a number with a unit, such as 80GiB ({', '.join(_UNITS)})"
+        raise InputError("is no size", where=f"--memory {text}", remedy=remedy)
+    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def report(

@@ -31,13 +31,13 @@ from fxpar.cost.figures import (
 from fxpar.cost.flops import split_flops
 from fxpar.cost.measure import Measured, SavedStorage, measure
 from fxpar.cost.parameter_memory import (
-    OPTIMIZERS,
     OptimizerKind,
     copy_bytes,
     gathered_bytes,
     held_by,
     held_bytes,
     local_elements,
+    optimizer_kind,
 )
 from fxpar.cost.reasons import remarks, whole_matrices, without_rule
 from fxpar.cost.stage_cut_points import in_flight, stage_shares
@@ -86,7 +86,7 @@ def make_report(
         name: of the model.
         device: whose kernels are assumed.
         sizes: of the inputs by symbol (`b`, `s`); the example's where they are not given.
-        optimizer: a key of `OPTIMIZERS`.
+        optimizer: as `optimizer_kind` takes it.
         findings: what was checked of the capture, as sentences.
         reach: which ranks can copy into each other's memory; None where they are not known.
 
@@ -96,9 +96,7 @@ def make_report(
         CheckFailed: the step sends other collectives than those that the program lists.
     """
     program = inlined(program)
-    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
-        known = ", ".join(OPTIMIZERS)
-        raise InputError("is unknown", where=f"optimizer {optimizer}", remedy=f"choose from {known}")
+    optimizer_kind(optimizer)
     if sizes is not None and not isinstance(sizes, Mapping):
         raise InputError(f"must be a mapping, got {shown(sizes)}", where="sizes", remedy='write {"b": 8}')
     all_sizes = input_sizes(program, sizes or {})
@@ -131,7 +129,7 @@ def _figures(
     reach: Reach | None,
 ) -> Report:
     """Returns the report of a program and its step, without remarks."""
-    all_sizes, kind = dict(sizes), OPTIMIZERS[optimizer]
+    all_sizes, kind = dict(sizes), optimizer_kind(optimizer)
     local = {s.name: all_sizes[s.name] // s.multiple for s in program.symbols}
     step = measure(trained, lowered, local, device)
     listed = collectives(trained, all_sizes)
@@ -293,7 +291,8 @@ def _ranks(program: Program, step: Measured, kind: OptimizerKind, inputs: int) -
     buffers = sum(held_bytes(program, p) for p in program.parameters if p.kind != "parameter")
     trained = [p for p in weights if p.node in step.gradients]
     gradients = sum(held_bytes(program, p) for p in trained)
-    state = sum(kind.bytes(held_bytes(program, p)) for p in trained)
+    state = sum(kind.bytes(program, p) for p in trained) + kind.staged_bytes(program, trained)
+    host = kind.host_bytes(program, trained)
     activations = sum(tensor.bytes for tensor in step.saved)
     copies = sum(copy_bytes(program, p) for p in weights)
     gathered = sum(gathered_bytes(program).values())
@@ -302,7 +301,7 @@ def _ranks(program: Program, step: Measured, kind: OptimizerKind, inputs: int) -
     for rank, place in enumerate(places(program)):
         mine = [held_by(program, p, place) for p in weights]
         whole, shared, padding = (sum(getattr(h, part) for h in mine) for part in ("whole", "shared", "padding"))
-        parts = (whole, shared, padding, copies, gathered, buffers, gradients, state, activations, peak)
+        parts = (whole, shared, padding, copies, gathered, buffers, gradients, state, host, activations, peak)
         ranks.append(RankMemory(rank, parameters, *parts))
     return tuple(ranks)
 
@@ -321,13 +320,13 @@ def _modules(
             parts.setdefault(part, [])
     modules = []
     for part, mine in parts.items():
-        trained = [held_bytes(program, p) for p in mine if p.node in step.gradients]
+        trained = [p for p in mine if p.node in step.gradients]
         modules.append(
             ModuleMemory(
                 part,
                 sum(held_bytes(program, p) for p in mine),
-                sum(trained),
-                sum(kind.bytes(size) for size in trained),
+                sum(held_bytes(program, p) for p in trained),
+                sum(kind.bytes(program, p) for p in trained),
                 activations.bytes.get(part, 0),
                 activations.tensors.get(part, 0),
                 activations.formulas.get(part, ""),

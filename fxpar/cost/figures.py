@@ -174,6 +174,8 @@ class RankMemory:
         gathered: of parameters, whole for a step, where data ranks share them out between steps.
         buffers: buffers and constants.
         gradients: after the backward.
+        optimizer: its state on the device.
+        host: its state in the host's memory, which is no part of the peak.
         activations: what autograd keeps between forward and backward.
         peak: the most that is alive at one time in forward and backward, all of the above included as far as it exists
             then.
@@ -189,6 +191,7 @@ class RankMemory:
     buffers: Annotated[int, FigureColumn("buffers", amount)]
     gradients: Annotated[int, FigureColumn("gradients", amount)]
     optimizer: Annotated[int, FigureColumn("optimizer", amount)]
+    host: Annotated[int, FigureColumn("optimizer, in the host's memory", amount)]
     activations: Annotated[int, FigureColumn("activations", amount)]
     peak: Annotated[int, FigureColumn("peak", amount)]
 

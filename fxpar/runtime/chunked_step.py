@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpar.cost.parameter_memory import CHUNK, CHUNKS
 from fxpar.errors import InputError
 from fxpar.runtime.sharded import Sharded, leaf_of, local_of
 
 MAIN = "main"
-# Elements of a chunk: 128 MiB in float32, which take 2.5 ms to come and as long to leave.
-CHUNK = 2**25
 _LOADED = -1  # stands for all pieces of a parameter
 Kind = type[torch.optim.Optimizer]
 
@@ -233,7 +232,8 @@ class ChunkedStep:
         room = min(CHUNK, max((size for _, size, _ in chunks), default=0))
         # A chunk is computed while the next one comes and the last one leaves.
         places = [
-            {k: torch.empty(room, dtype=v.dtype, device=self._device) for k, v in flat.values.items()} for _ in "abc"
+            {k: torch.empty(room, dtype=v.dtype, device=self._device) for k, v in flat.values.items()}
+            for _ in range(min(CHUNKS, len(chunks)))
         ]
         left = [torch.cuda.Event() for _ in places]
         coming.wait_stream(main)
