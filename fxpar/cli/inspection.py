@@ -361,8 +361,8 @@ def memory(
             said = "It fits" if fits else "It does not fit"
             stdout.print(f"\n{said}: rank {fullest.rank} needs {amount(fullest.peak)} of {amount(limit)}.")
 
-    found = {key: document[key] for key in _MEMORY} | ({} if limit is None else {"memory": limit, "fits": fits})
-    return CommandResult(found, show, FINE if fits else FAILED)
+    more = {} if limit is None else {"memory": limit, "fits": fits}
+    return CommandResult({key: document[key] for key in _MEMORY} | more, show, FINE if fits else FAILED)
 
 
 _UNITS = {"B": 1, **{f"{prefix}B": 1000**n for n, prefix in enumerate("KMGT", 1)}}
@@ -375,11 +375,11 @@ def _bytes_of(text: str) -> int:
     Raises:
         InputError: it is no size.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
-    if found is None or found[2] not in _UNITS or float(found[1]) == 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
+    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
         remedy = f"write a number with a unit, such as 80GiB ({', '.join(_UNITS)})"
         raise InputError("is no size", where=f"--memory {text}", remedy=remedy)
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def report(

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpar.cost.parameter_memory import CHUNK, CHUNKS
+from fxpar.cost.parameter_memory import CHUNK as CHUNK
+from fxpar.cost.parameter_memory import CHUNKS
 from fxpar.errors import InputError
 from fxpar.runtime.sharded import Sharded, leaf_of, local_of
 

@@ -137,7 +137,7 @@ class Buffers:
         addresses.
 
         Strides too: what is transposed has the address of what it is made of. Buffers are made here: one made while a
-        graph is recorded would lie in its pool.
+        graph is recorded would lie in its pool. None without graphs: they are made as gradients come.
 
         Args:
             leaves: another mapping where a parameter is exchanged or lies elsewhere.
@@ -145,6 +145,8 @@ class Buffers:
         """
         every, self._inside = leaves.values(), inside
         self.is_hooked = any(map(_HOOKS, every)) or any(map(_HOOKS_BEHIND, every))
+        if not self._graphed:
+            return None
         gradients = list(map(_GRADIENT, every))
         self._is_fresh = not self.is_hooked and all(map(is_, gradients, repeat(None)))
         self._is_added = not self.is_hooked and not self._is_fresh and self._added.holds(leaves, inside, gradients)
@@ -155,8 +157,7 @@ class Buffers:
             return self._remade or None
         if self._is_added:
             return self._added.state
-        if self._graphed:
-            self._leave(leaves)
+        self._leave(leaves)
         places = tuple([self._state(name, leaf, inside) for name, leaf in leaves.items()])
         state = self._remade or None if all(place is None for place in places) else (self._remade, places)
         self._looked_at = leaves if self._is_fresh else {}
@@ -214,6 +215,8 @@ class Buffers:
         for pairs, function in ((fresh, torch._foreach_copy_), (more, torch._foreach_add_)):
             if pairs:
                 function([buffer for buffer, _ in pairs], [gradient for _, gradient in pairs])
+        if not self._graphed:
+            self._buffers.clear()  # so that gradients that the user frees are no memory in the next forward
 
     @contextmanager
     def put_back(self, leaves: Mapping[str, Tensor], has_overflowed: Tensor | None) -> Iterator[None]:

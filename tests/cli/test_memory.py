@@ -102,7 +102,12 @@ def test_memory_of_a_gpu_needs_none() -> None:
     ("words", "message"),
     [
         (("memory", "--device", "tpu"), "--device tpu: is unknown; choose one of cpu, cuda"),
-        (("memory", "--optimizer", "lion"), "choose from adamw, sgd, sgd-momentum, none"),
+        (("memory", "--optimizer", "lion"), "choose from adamw, sgd, sgd-momentum, muon, none"),
+        (("memory", "--optimizer", "adamw+host"), "optimizer 'adamw+host': is unknown; choose from adamw"),
+        (("memory", "--optimizer", "adamw+main+main"), "optimizer 'adamw+main+main': is unknown"),
+        (("memory", "--memory", "80"), "--memory 80: is no size; write a number with a unit, such as 80GiB"),
+        (("memory", "--memory", "0GiB"), "--memory 0GiB: is no size"),
+        (("memory", "--memory", "8 gb"), "--memory 8 gb: is no size"),
         (("memory", "--size", "c=3"), "must be a symbol of the program"),
         (("report", "--size", "b=0"), "must be a positive integer"),
         (("report", "--html", "/dev/null/report.html"), "name a place that can be written"),
@@ -113,6 +118,34 @@ def test_bad_input_is_told(folder: Path, words: tuple[str, ...], message: str) -
     result = fxpar(command, str(folder / LOCAL), *options)
     assert result.status == 2
     assert message in result.err
+
+
+def test_memory_says_whether_a_plan_fits(small: str) -> None:
+    """At exactly the peak it does; state in the host's memory is none of it."""
+    words = ("memory", f"{small}:build", "--optimizer", "adamw+main")
+    document = fxpar(*words, "--json").document
+    assert "fits" not in document
+    peak = max(rank["peak"] for rank in document["ranks"])
+    limits = ((f"{peak}B", True), (f"{peak - 1}B", False), (f"{peak / 1024 + 1:.0f}KiB", True), ("1KB", False))
+    for limit, fits in limits:
+        result = fxpar(*words, "--json", "--memory", limit)
+        assert result.status == (0 if fits else 1)
+        assert result.document["fits"] is fits
+    assert "It fits: rank 0 needs" in fxpar(*words, "--memory", "1TB").out
+    assert "It does not fit: rank 0 needs" in fxpar(*words, "--memory", "1.5KiB").out
+
+
+def test_main_weights_and_offloaded_state_are_counted(small: str) -> None:
+    words = ("memory", f"{small}:build", "--json", "--precision", "bf16_weights", "--optimizer")
+    plain, main, host, both = (
+        fxpar(*words, f"adamw{more}").document["ranks"][0] for more in ("", "+main", "+offload", "+main+offload")
+    )
+    parameters = plain["parameters"]
+    # Three tensors in float32 in place of two in bfloat16, and a gradient in float32.
+    assert main["optimizer"] - plain["optimizer"] == 6 * parameters - 2 * parameters + 2 * parameters
+    assert [rank["host"] for rank in (plain, main, host, both)] == [0, 0, 2 * parameters, 6 * parameters]
+    # On its way: one chunk of it, and of gradients.
+    assert both["optimizer"] == main["optimizer"]
 
 
 def test_comm_and_report_count_what_is_sent_again(tmp_path: Path) -> None:

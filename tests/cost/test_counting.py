@@ -249,7 +249,7 @@ def test_one_rank_splits_and_sends_nothing() -> None:
 
 
 def test_an_unknown_optimizer_is_refused() -> None:
-    with pytest.raises(InputError, match="choose from adamw, sgd, sgd-momentum, none"):
+    with pytest.raises(InputError, match="choose from adamw, sgd, sgd-momentum, muon, none"):
         reported(Two(), Plan(), optimizer="adafactor")
 
 

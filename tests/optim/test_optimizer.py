@@ -210,6 +210,22 @@ def test_a_scaler_skips_steps_that_overflow(unscales: bool, nonfinite: str) -> N
     assert_same(found["state"], other["state"], 1e-6)
 
 
+@pytest.mark.parametrize("more", ["", "+main", "+main+offload"])
+def test_reports_count_the_state_that_is_there(more: str) -> None:
+    model = build("none", 1, 1, precision="bf16_weights")
+    chunked_step.CHUNK = 2**25
+    optimizer = fxpar.Optimizer(model, main_weights="+main" in more, offload="+offload" in more)
+    model.train_step(batches(1)[0], optimizer=optimizer)
+    (rank,) = model.report(optimizer=f"adamw{more}").ranks
+    states = list(optimizer.state.values())
+    there = sum(value.nbytes for state in states for key, value in state.items() if key != "step")
+    trained = sum(p.numel() for p in model.parameters() if p in optimizer.state)
+    casts = trained * 4 if more else 0
+    staged = there if "+offload" in more else 0
+    assert rank.optimizer + rank.host == there + 4 * len(states) + casts + staged
+    assert rank.host == staged
+
+
 # What is no argument.
 
 

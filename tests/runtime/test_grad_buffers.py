@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +14,11 @@ from torch import nn
 from fxpar.runtime.grad_buffers import Buffers
 
 
-def test_placed_gradients_are_in_the_memory_where_optimizers_find_them() -> None:
+@pytest.mark.parametrize("graphed", [False, True])
+def test_placed_gradients_are_in_the_memory_where_optimizers_find_them(graphed: bool) -> None:
+    """Graphs find them where they were; without them memory is free once its gradient is."""
     leaf = nn.Parameter(torch.zeros(3))
-    buffers, made = Buffers(), torch.tensor([1.0, 2.0, 3.0])
+    buffers, made = Buffers(graphed), torch.tensor([1.0, 2.0, 3.0])
     placed = buffers.placed({"w": leaf}, {"w": made})
     assert leaf.grad is None  # nothing is seen of a step that is not over
     buffers.add({"w": leaf}, placed)
@@ -24,11 +28,13 @@ def test_placed_gradients_are_in_the_memory_where_optimizers_find_them() -> None
     again = buffers.placed({"w": leaf}, {"w": made})
     buffers.add({"w": leaf}, again)
     assert torch.equal(leaf.grad, 2 * made)
-    address, leaf.grad = leaf.grad.data_ptr(), None
+    address, memory, leaf.grad = leaf.grad.data_ptr(), weakref.ref(leaf.grad), None
+    del placed, again
+    assert (memory() is None) == (not graphed)
     buffers.add({"w": leaf}, buffers.placed({"w": leaf}, {"w": made}))
     grad = leaf.grad
     assert isinstance(grad, torch.Tensor)
-    assert grad.data_ptr() == address
+    assert not graphed or grad.data_ptr() == address
     assert torch.equal(grad, made)
 
 
