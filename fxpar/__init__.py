@@ -54,15 +54,17 @@ _WHERE = {
     "register_rule": "fxpar.rules",
     "shard_batch": "fxpar.api",
 }
+# Rooms that users name: `fxpar.ops.experts`, `fxpar.optim.Muon`.
+_ROOMS = ("ops", "optim")
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ops":  # `fxpar.ops.experts`
-        return import_module("fxpar.ops")
+    if name in _ROOMS:
+        return import_module(f"fxpar.{name}")
     if name in _WHERE:
         return getattr(import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'fxpar' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHERE, "ops"})
+    return sorted({*globals(), *_WHERE, *_ROOMS})

@@ -203,6 +203,23 @@ def broadcast(x: Tensor, sender: int, group: Group) -> None:
     arrived(_c10d.broadcast_(x, sender, group.name))
 
 
+def exchange_elements(x: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> Tensor:
+    """Returns what all ranks of a group send to this one, in their order, by an all-to-all.
+
+    Args:
+        x: [n], contiguous: what this rank sends, in the order of ranks.
+        received: elements from each rank.
+        sent: elements to each rank.
+
+    Raises:
+        RankError: a module whose group it is has failed.
+    """
+    process_group(group)
+    # As bytes: not every backend sends every type.
+    counts = [[number * x.element_size() for number in numbers] for numbers in (received, sent)]
+    return arrived(_c10d.all_to_all_single(x.view(torch.uint8), *counts, group.name)).view(x.dtype)
+
+
 def gather_whole(x: Tensor, cut: Cut, group: Group) -> Tensor:
     """Gathers the whole of a shard by an all-gather."""
     return put_in_places(start_gather(x, group.name, group.size), *cut)

@@ -1,1 +1,3 @@
 """Optimizers of parallel modules."""
+
+from fxpar.optim.muon import Muon as Muon

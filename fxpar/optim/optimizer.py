@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxpar.errors import InputError, shown
+from fxpar.optim.muon import Muon
 from fxpar.runtime.chunked_step import ChunkedStep, taken
 from fxpar.runtime.module import RankModule
 from fxpar.runtime.sharded import Sharded, local_of
@@ -28,6 +29,7 @@ Kind = type[torch.optim.Optimizer]
 ALGORITHMS: dict[str, Kind] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
+    "muon": Muon,
     "sgd": torch.optim.SGD,
 }
 # Make of an element what other elements say, or are called several times a step.
@@ -45,7 +47,7 @@ class Optimizer(ClippingOptimizer):
 
     Args:
         module: as `parallelize` returns it.
-        algorithm: `adamw`, `adam`, `sgd`, or a class of `torch.optim` or of your own.
+        algorithm: `adamw`, `adam`, `sgd`, `muon`, or a class of `torch.optim` or of your own.
         groups: options of parameters that rules select; the others have `options`. A rule is a glob over names
             (`"*.bias"`), a class of modules (`nn.LayerNorm`), or a function of name and parameter. The first rule that
             selects a parameter counts. With an `algorithm` of its own a rule has none of `options`.
@@ -94,6 +96,12 @@ class Optimizer(ClippingOptimizer):
         self._finite = torch.ones(len(self._names), dtype=torch.bool, device=device)
         self._steps: list[tuple[torch.optim.Optimizer | ChunkedStep, list[int]]] = []
         for kind in dict.fromkeys(kinds):
+            if is_chunked and issubclass(kind, (Muon, *_MIXING)):
+                raise InputError(
+                    "steps whole matrices, and not chunks of elements",
+                    where=f"algorithm {kind.__name__}",
+                    remedy="leave out main_weights and offload, or take adamw",
+                )
             numbers = [number for number, other in enumerate(kinds) if other is kind]
             some = [self.param_groups[number] for number in numbers]
             where = {"main_weights": main_weights, "offload": offload}

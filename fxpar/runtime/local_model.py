@@ -21,7 +21,7 @@ from fxpar.ir.step import is_mixed
 from fxpar.layout.layout import Layout
 from fxpar.pipeline.compiler.builtin_schedules import local_stages
 from fxpar.plan.plan import Plan
-from fxpar.runtime.parameters import Elsewhere, MainParameter, WholeParameter, class_of, original_of
+from fxpar.runtime.parameters import Elsewhere, MainParameter, WholeParameter, class_of, original_of, set_shard_spec
 from fxpar.runtime.programs import Programs
 from fxpar.runtime.random_state import RandomState
 from fxpar.runtime.refusals import (
@@ -81,24 +81,26 @@ class LocalModel(Root):
                 if entry.is_parameter:
                     taken[id(entry.tensor)] = self._parameter(weights[name], spec, entry.tensor.requires_grad)
                 else:
-                    taken[id(entry.tensor)] = weights[name] if spec is None else Sharded(weights[name], spec)
+                    taken[id(entry.tensor)] = Sharded(weights[name], spec) if spec.cuts else weights[name]
             settings = attach(self, self._programs.skeleton, taken, self.world.device)
         self._programs.follow(self)
         _OptimizerHooks(self, model)
         return settings
 
-    def _spec_of(self, name: str) -> ShardSpec | None:
-        """Returns where this rank's part of a parameter or buffer lies; None where every rank holds it whole."""
-        layout = self.layout_of(name)
-        is_cut = any(placement.is_shard for _, placement in layout)
-        return ShardSpec(name, torch.Size(self.shape_of(name)), layout, self.world) if is_cut else None
+    def _spec_of(self, name: str) -> ShardSpec:
+        """Returns where this rank's part of a parameter or buffer lies."""
+        return ShardSpec(name, torch.Size(self.shape_of(name)), self.layout_of(name), self.world)
 
-    def _parameter(self, part: Tensor, spec: ShardSpec | None, requires_grad: bool) -> nn.Parameter:
-        kind: Any = MainParameter if is_mixed(self.plan) and part.is_floating_point() else nn.Parameter
-        if kind is nn.Parameter and self.world.size > 1:
-            kind = WholeParameter
-        parameter: Any = ShardedParameter(part, spec, requires_grad) if spec else kind(part, requires_grad)
-        return parameter  # type: ignore[no-any-return]
+    def _parameter(self, part: Tensor, spec: ShardSpec, requires_grad: bool) -> nn.Parameter:
+        if spec.cuts:
+            cut: Any = ShardedParameter(part, spec, requires_grad)
+            return cut  # type: ignore[no-any-return]
+        kind = MainParameter if is_mixed(self.plan) and part.is_floating_point() else nn.Parameter
+        if self.world.size == 1:
+            return kind(part, requires_grad)
+        whole = (WholeParameter if kind is nn.Parameter else kind)(part, requires_grad)
+        set_shard_spec(whole, spec)
+        return whole
 
     def _seal(self, settings: Mapping[str, Any]) -> None:
         """Refuses from now on what no program would see; it has all attributes of ours, and `settings` of the author.

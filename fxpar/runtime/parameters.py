@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABCMeta
-from collections.abc import Mapping, ValuesView
+from collections.abc import Mapping, MutableMapping, ValuesView
 from itertools import chain
 from operator import is_
 from typing import Any, NoReturn, TypeVar
@@ -17,10 +17,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpar.errors import InputError
 from fxpar.runtime.calls import UnitCall
-from fxpar.runtime.sharded import leaf_of, local_of
+from fxpar.runtime.shard_spec import ShardSpec
+from fxpar.runtime.sharded import Sharded, leaf_of, local_of
 
 # Classes that code takes for the author's: of what the parts of a parallel module are instances.
 
@@ -147,6 +149,24 @@ def check_replaced(parameter: Tensor, value: Tensor) -> None:
             where="data of a parameter",
             remedy="write values of the same type and shape; Plan(precision=…) sets the type",
         )
+
+
+# Of whole parameters. As an attribute it would be pickled with them, and it refers to process groups.
+_SPECS: MutableMapping[Tensor, ShardSpec] = WeakTensorKeyDictionary()
+
+
+def set_shard_spec(parameter: nn.Parameter, spec: ShardSpec) -> None:
+    """Notes among which ranks a parameter is whole on all.
+
+    Args:
+        spec: without cuts.
+    """
+    _SPECS[parameter] = spec
+
+
+def shard_spec_of(parameter: Tensor) -> ShardSpec | None:
+    """Returns where the ranks' parts of a module's parameter lie; None of other tensors, or if there is one rank."""
+    return parameter.place if isinstance(parameter, Sharded) else _SPECS.get(parameter)
 
 
 class Elsewhere(WholeParameter):

@@ -88,7 +88,7 @@ class ShardSpec:
     Attributes:
         name: the author's, for messages.
         shape: of the whole tensor, without padding.
-        layout: how it is cut; on at least one axis of more than one rank.
+        layout: how it is cut; on no axis if every rank has it whole.
         world: where this rank stands among those that hold parts.
     """
 

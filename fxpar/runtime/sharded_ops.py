@@ -39,7 +39,7 @@ _VIEWS = frozenset("view _unsafe_view expand".split())
 _NORMS = frozenset(("linalg_vector_norm", "norm", "_foreach_norm"))
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 _OVER_ALL_ELEMENTS = _NORMS | {_UNSCALE, *"sum mean amax amin max min any all count_nonzero".split()}
-_WORKS = "optimizers that treat each element by itself (SGD, Adam, AdamW, Adagrad, Lion) work"
+_WORKS = "optimizers that treat each element by itself (SGD, Adam, AdamW, Adagrad, Lion) and fxpar.optim.Muon work"
 _JOINING = frozenset((torch.stack, torch.cat, torch.hstack, torch.vstack, torch.concat, torch._foreach_norm))
 
 

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 import fxpar
 from fxpar.checkpoint.parallel_module import ParallelModule
+from fxpar.optim import Muon
 from fxpar.runtime import chunked_step
 from fxpar.runtime.sharded import local_of, whole_of
+from tests.optim.muon_jobs import RATE, LoopOverMatrices
 from tests.runtime import models
 from tests.runtime.shard_jobs import Found, batches, build, found, mine, module
 
@@ -87,6 +89,45 @@ def trained(
     result = run(model, made(model, algorithm, norm_type, **(options or {})), count, None, inside)
     model.close()
     return result
+
+
+# Muon for matrices, AdamW for the rest.
+
+
+def matrices_by_hand() -> Found:
+    """Two optimizers of a script, on one process."""
+    model = build("none", 1, 1)
+    named = dict(model.named_parameters())
+    matrices = [named["up.weight"], named["down.weight"]]
+    others = [p for p in named.values() if all(p is not matrix for matrix in matrices)]
+    both = [LoopOverMatrices(matrices), torch.optim.AdamW(others, **OPTIONS["adamw"])]
+    losses, norms = [], []
+    for _ in range(4):
+        losses.append(model.train_step(mine(model, batches(1))[0]))
+        norms.append(model.clip_grad_norm_(0.5))
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+    return found(model, losses, norms)
+
+
+def matrices(mesh: tuple[str, int, int], inside: bool) -> Found:
+    """The same by rules."""
+    Muon.ns_dtype = torch.float64
+    model = build(*mesh)
+    adamw = {"algorithm": "adamw", **OPTIONS["adamw"]}
+    rules: dict[Any, dict[str, Any]] = {nn.Embedding: adamw, lambda name, parameter: parameter.ndim < 2: adamw}
+    optimizer = fxpar.Optimizer(model, "muon", lr=RATE, groups=rules, max_norm=0.5)
+    losses: list[Tensor] = []
+    norms: list[Any] = []
+    for _ in range(4):
+        losses.append(model.train_step(mine(model, batches(1))[0], optimizer=optimizer if inside else None))
+        if not inside:
+            optimizer.step()
+            optimizer.zero_grad()
+        norms.append(None if optimizer.norm is None else optimizer.norm.clone())
+    Muon.ns_dtype = torch.bfloat16
+    return found(model, losses, norms)
 
 
 # Main weights.

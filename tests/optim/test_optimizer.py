@@ -72,6 +72,15 @@ def test_groups_clipping_and_rates_are_those_of_a_script(
         assert_alike(found, wanted)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "inside"), few([(mesh, True) for mesh in (ONE, *MESHES)], [(ONE, True), (("parameters", 2, 2), True)])
+)
+def test_rules_give_matrices_to_muon(request: Fixture, mesh: tuple[str, int, int], inside: bool) -> None:
+    wanted = jobs.matrices_by_hand()
+    for found in ran(request, mesh, jobs.matrices, mesh, inside):
+        assert_alike(found, wanted)
+
+
 CHUNKED = [
     (mesh, algorithm, inside) for mesh in (ONE, *MESHES) for algorithm in jobs.OPTIONS for inside in (False, True)
 ]
@@ -271,6 +280,11 @@ REFUSED: dict[str, tuple[Callable[[ParallelModule], object], str]] = {
     "order": (made(norm_type=0), "norm_type: must be a number above 0, got 0"),
     "nonfinite": (made(nonfinite="warn"), "nonfinite: must be one of them, got 'warn'"),
     "skip": (made(torch.optim.NAdam, nonfinite="skip"), "nonfinite='skip': cannot skip a step on the device"),
+    "Muon of a vector": (made("muon"), "has 1 dimensions, and Muon orthogonalises matrices; give it to AdamW"),
+    "Muon in chunks": (
+        made("muon", groups={lambda name, parameter: parameter.ndim < 2: {"algorithm": "adamw"}}, offload=True),
+        "algorithm Muon: steps whole matrices, and not chunks of elements",
+    ),
     "early state": (made(Eager, offload=True), "Eager: makes its state before its first step"),
     "twice": (
         lambda m: m.train_step(batches(1)[0], optimizer=fxpar.Optimizer(m, max_norm=1.0), max_norm=2.0),
