@@ -16,9 +16,7 @@ from fxpar.ir.properties import Property
 from fxpar.layout.symbolic_sizes import product
 from fxpar.manager import register_pass
 from fxpar.ops.collectives import all_gather, copy_to, copy_to_shared, sum_gradients
-
-# Bytes of gradients that one reduction sums at most: large enough for bandwidth, small enough to start early.
-BUCKET = 64 * 2**20
+from fxpar.ops.process_group import BUCKET
 
 
 @register_pass("coalesce", requires={Property.COLLECTIVES}, provides={Property.COALESCED})
@@ -44,7 +42,9 @@ def coalesce(program: Program) -> Program:
         %tp_gradients = fxpar.sum_gradients[tp](%k, %v) : …
         %k_share = operator.getitem(%tp_gradients, 0) : …
         %v_share = operator.getitem(%tp_gradients, 1) : …
-        %dp_gradients = fxpar.sum_gradients[dp](%k_share, %v_share, %q) : …
+        %dp_gradients = fxpar.sum_gradients[dp](%k_share, %v_share) : …
+
+    Those that follow no other have buckets of their own, which can be sent while earlier layers are differentiated.
 
     Algorithm: the coercions of one axis and element type, in the reverse order of use, which is that in which backward
     makes their gradients; a bucket is closed when it is full. Buckets stand in the order in which parameters take the
@@ -71,7 +71,7 @@ def _gather_parameters(program: Program) -> None:
         return
     owned = [program.node(p.node) for p in program.parameters if p.trainable]
     weights = weights_of(program.graph, owned)
-    for node in list(program.graph.nodes):
+    for node in reversed(list(program.graph.nodes)):  # each goes in front of those that are read after it
         if node.target is all_gather and node in weights and set(axes_of(node)) <= set(program.plan.sharding_axes):
             update(node, shard=shard)
             if shard != "parameters":
@@ -108,11 +108,12 @@ def _order(nodes: Sequence[fx.Node]) -> list[str] | None:
 
 def _buckets(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
     """Yields nodes of one axis and element type, of `BUCKET` bytes at most where there are several."""
-    groups: dict[tuple[str, torch.dtype], list[list[fx.Node]]] = {}
+    groups: dict[tuple[str, torch.dtype, bool], list[list[fx.Node]]] = {}
     sizes: dict[int, int] = {}
     for node in reversed(nodes):
         kind = tensor_type(node)
-        buckets = groups.setdefault((str(node.kwargs["axis"]), kind.dtype), [[]])
+        is_first = operands(node)[0].op == "placeholder"
+        buckets = groups.setdefault((str(node.kwargs["axis"]), kind.dtype, is_first), [[]])
         size = int(product(kind.shape)) * kind.dtype.itemsize
         if buckets[-1] and sizes[id(buckets[-1])] + size > BUCKET:
             buckets.append([])

@@ -12,6 +12,7 @@ from fxpar.cost.seconds import Estimates, estimates
 from fxpar.ir.program import Program, ScalarType, note
 from fxpar.ir.properties import Property
 from fxpar.ir.regions import Region, inlined, region_of
+from fxpar.ir.step import PARAMETER
 from fxpar.manager import register_pass
 from fxpar.ops.token_chunks import add_chunks
 
@@ -48,6 +49,13 @@ def overlap(program: Program) -> Program:
     example's sizes, less that of products which stand in front of its first reader anyway. Where those are too few,
     products that stand there stay. Of what is postponed beyond two milliseconds the oldest run at once. A run without
     collectives keeps its order.
+
+    What sends gradients once a step starts behind the run that computes the last of them, so that it travels while
+    earlier layers are differentiated::
+
+        %layer_backward_1 = region.layer_backward(%g, %w_2) gives %dw_2, %dx {phase=backward}
+        %dw_2_sum = fxpar.reduce_scatter[dp](%dw_2) : f32[16, 8] dp:P→S(0) {phase=parameter}
+        %layer_backward_2 = region.layer_backward(%dx, %w_1) gives %dw_1, %dx_1 {phase=backward}
     """
     whole = inlined(program)
     seconds = estimates(whole)
@@ -69,7 +77,32 @@ def overlap(program: Program) -> Program:
     for run in _runs(program):
         originals = {written[node.name]: node for node in run}
         _place(run[0].prev, [originals[node] for node in _Order(seconds).of(list(originals))])
+    _send_gradients(program, seconds)
     return program
+
+
+def _send_gradients(program: Program, seconds: Estimates) -> None:
+    """Moves what sends gradients once a step behind the last run or call that computes one of them."""
+    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    bodies = [inner for node in nodes if (region := region_of(node)) is not None for inner in region.body]
+    # A collective must be waited for in the graph that has it, and nothing that a graph leaves out may stand between.
+    if program.plan.cuda_graphs.impl == "partial" and any(note(node).uncaptured for node in (*nodes, *bodies)):
+        return
+    ends = {node: node for node in nodes}
+    ends |= {node: run[-1] for run in _runs(program) for node in run}
+    for node in nodes:
+        if region_of(node) is not None:
+            *_, last = node.users
+            ends |= dict.fromkeys(node.users, last)
+    places = {node: place for place, node in enumerate(nodes)}
+    behind: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        reads = [read for read in node.all_input_nodes if read.op == "call_function"]
+        is_first = reads and all(note(read).phase != PARAMETER for read in reads)
+        if note(node).phase == PARAMETER and node.name in seconds.sends and is_first:
+            end = max((ends[read] for read in reads), key=places.__getitem__)
+            behind.get(end, end).append(node)
+            behind[end] = node
 
 
 def _runs(program: Program) -> Iterator[list[fx.Node]]:

@@ -37,6 +37,8 @@ Result = TypeVar("Result")
 
 # What captures a model, whatever stands in its place.
 CAPTURE = module_of_capture._capture
+# What runs passes, likewise.
+PASSES = PassManager.run
 # What pickle raises of a class inside a function, a lock, a parametrized module; and what `_text` does.
 _UNKNOWN = (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError, TextError)
 
@@ -88,11 +90,10 @@ def passes_run_once(folder: Path) -> Iterator[None]:
     Args:
         folder: as of `captured_once`.
     """
-    original = PassManager.run
 
     def once(manager: PassManager, program: Program, *, until: str | None = None) -> Program:
         def run() -> Program:
-            return original(manager, program, until=until)
+            return PASSES(manager, program, until=until)
 
         def entry(result: Program) -> Any:
             return _text(result), result.history[len(program.history) :]
@@ -121,6 +122,13 @@ def passes_run_once(folder: Path) -> Iterator[None]:
         mock.patch.object(PassManager, "run", once),
         mock.patch("fxpar.compile.is_differentiable", asked_once),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def passes_run_each_time() -> Iterator[None]:
+    """While active, every process runs passes for itself: a test has changed what they do."""
+    with mock.patch.object(PassManager, "run", PASSES):
         yield
 
 

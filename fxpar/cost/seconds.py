@@ -20,8 +20,10 @@ from torch import fx
 from fxpar.cost.communication import Collective, collectives, symbol_sizes
 from fxpar.cost.flops import computed_part, matmul_flops
 from fxpar.ir.program import Program, ScalarType, note, output_layouts, output_types
+from fxpar.ir.step import ONCE, PARAMETER, phase_of
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
+from fxpar.ops.layer_prefetch import move_between_layers
 from fxpar.ops.registry import COMPOSITE_OF
 from fxpar.plan.cost import Cost
 
@@ -334,12 +336,13 @@ def travels(program: Program, sizes: Mapping[str, int] | None = None) -> list[Tr
         program: a step, with property `local` and without calls of regions.
         sizes: of the inputs by symbol; the example's by default.
     """
-    seconds, travels = estimates(program, sizes), []
+    program = program.copy()
+    moved = move_between_layers(program)
+    clock = _Clock(estimates(program, sizes), frozenset(moved))
     for run in _runs(program):
-        clock = _Clock(seconds)
         clock.run(run)
-        travels += clock.done
-    return travels
+    clock.finish()
+    return clock.done
 
 
 def _runs(program: Program) -> Iterator[list[fx.Node]]:
@@ -351,9 +354,14 @@ def _runs(program: Program) -> Iterator[list[fx.Node]]:
 
 @dataclass
 class _Clock:
-    """The time of a rank and of what travels, while a run is computed in order."""
+    """The time of a rank and of what travels, while runs are computed in order.
+
+    Attributes:
+        moved: what travels beside other layers than its own.
+    """
 
     seconds: Estimates
+    moved: Set[fx.Node]
     done: list[Travel] = field(default_factory=list)
     _now: float = 0.0
     _free: dict[str, float] = field(default_factory=dict)
@@ -367,6 +375,11 @@ class _Clock:
             self._start(node)
             if node in self.seconds.products:
                 self._compute(node, self.seconds.products[node])
+        for node in list(self._under_way):
+            if phase_of(node) not in (ONCE, PARAMETER) and node not in self.moved:
+                self._wait(node)
+
+    def finish(self) -> None:
         for node in list(self._under_way):
             self._wait(node)
 

@@ -10,7 +10,7 @@ one that starts where the operator stands, and one that waits in front of the fi
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,15 +25,19 @@ from fxpar.ir.program import (
     module_of,
     note,
     operands,
+    output_layouts,
     set_note,
     tensor_type,
     update,
 )
 from fxpar.ir.regions import inlined
 from fxpar.ir.step import ONCE, PARAMETER, phase_of
+from fxpar.layout.nesting import local_shape
+from fxpar.layout.symbolic_sizes import product
+from fxpar.ops.layer_prefetch import move_between_layers
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import TORCH_OPERATORS, Operator, PaddingRows, is_view
-from fxpar.ops.process_group import Group, start_gather, start_gathers, start_scatter, start_scatters
+from fxpar.ops.process_group import BUCKET, Group, start_gather, start_gathers, start_scatter, start_scatters
 
 # Placeholders of the rows that all ranks and those before this one bring.
 ROWS = ("rows_total", "rows_before")
@@ -100,16 +104,19 @@ def lower(
     graph = program.graph
     inputs = tuple(node.name for node in graph.nodes if node.op == "placeholder")
     rank = OnRank(program, groups, torch.device(device), uneven_rows=uneven_rows)
-    if program.plan.compile and program.counted:
+    waits = move_between_layers(program)
+    if program.plan.compile:
         _leave_eager(program)
+    for node in waits:
+        _replace(node, node.target, rank, waits)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         if isinstance(node.target, Operator):
-            _replace(node, node.target, rank)
+            _replace(node, node.target, rank, waits)
         elif isinstance(node.target, torch._ops.OpOverload):
             _place(node, rank.device)
-    _send_together(graph)
+    _send_together(program, waits)
     leave_unread(graph)
     module = module_of(graph)
     return Lowered(module, inputs, tuple(rank.indices), tuple(program.outputs), uneven_rows)
@@ -121,21 +128,29 @@ def _is_kept(node: fx.Node) -> bool:
 
 
 def _leave_eager(program: Program) -> None:
-    """Marks what runs as it is where all else is compiled: what no CUDA graph can hold, and what it waits for.
+    """Marks what runs as it is where all else is compiled: what no CUDA graph can hold, what it waits for, and sums of
+    gradients.
 
-    Code is compiled for sizes of inputs. Those that the routing decides are other ones in each step.
+    Code is compiled for sizes of inputs. Those that the routing decides are other ones in each step. A sum of gradients
+    ends in another unit than it starts in, and Inductor would write over what is still being sent.
     """
     captured = ("", program.plan.cuda_graphs.outside)
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
-        starts = isinstance(node.target, Operator) and bool(node.target.waits)
-        if starts or note(node).uncaptured not in captured:
+        record = node.target if isinstance(node.target, Operator) else None
+        is_sent = record is not None and record.traffic is not None and note(node).phase == PARAMETER
+        starts = record is not None and bool(record.waits)
+        if is_sent or (program.counted and (starts or note(node).uncaptured not in captured)):
             update(node, eager=True)
 
 
-def _replace(node: fx.Node, record: Operator, rank: OnRank) -> None:
-    """Puts what a rank runs in place of a graph operator."""
+def _replace(node: fx.Node, record: Any, rank: OnRank, waits: Mapping[fx.Node, fx.Node | None]) -> None:
+    """Puts what a rank runs in place of a graph operator.
+
+    Args:
+        waits: as of `move_between_layers`.
+    """
     lowered = record.lower(node, rank)
     if isinstance(lowered, fx.Node):
         node.replace_all_uses_with(lowered)
@@ -143,23 +158,30 @@ def _replace(node: fx.Node, record: Operator, rank: OnRank) -> None:
         return
     node.target, node.args, node.kwargs = lowered.function, lowered.arguments, {}
     if lowered.finish is not None:
-        _finish(node, lowered.finish, lowered.rest, record.waits)
+        noted = replace(note(node), uncaptured=record.waits or note(node).uncaptured)
+        where = waits.get(node)
+        last = _last_beside(node, noted) if where is None else where.prev if node.target is start_gather else where
+        _finish(node, last, lowered.finish, lowered.rest, noted)
 
 
-def _finish(start: fx.Node, function: Any, rest: tuple[Any, ...], waits: str) -> None:
-    """Waits for what a node started: in front of its first reader, at the latest where its phase or its call ends.
+def _last_beside(start: fx.Node, finish_note: Note) -> fx.Node:
+    """Returns the last node that stands beside what a node started: in front of its first reader, at the latest where
+    its phase or its call ends.
 
     Args:
-        waits: as of `Operator`.
+        finish_note: of the node that waits.
     """
     readers, last = set(start.users), start
-    start_note = note(start)
-    finish_note = replace(start_note, uncaptured=waits or start_note.uncaptured)
     while last.next not in readers and last.next.op == "call_function" and _is_beside(last.next, finish_note):
         last = last.next
     # Outside of graphs it would cut views off the graph that they begin.
     while finish_note.uncaptured and last is not start and (_is_number(last) or is_view(last)):
         last = last.prev
+    return last
+
+
+def _finish(start: fx.Node, last: fx.Node, function: Any, rest: tuple[Any, ...], finish_note: Note) -> None:
+    """Waits behind the node `last` for what a node started."""
     with start.graph.inserting_after(last):
         finish = start.graph.call_function(function, (start, *rest))
     start.replace_all_uses_with(finish, delete_user_cb=lambda reader: reader is not finish)
@@ -168,20 +190,39 @@ def _finish(start: fx.Node, function: Any, rest: tuple[Any, ...], waits: str) ->
     finish.name = name
 
 
-# What is sent once a step of many parameters goes in one call, which NCCL runs as one kernel.
+# What is sent once a step of many parameters goes in few calls, of which NCCL runs each as one kernel. Those of some
+# layers travel while others are computed.
 
 
-def _send_together(graph: fx.Graph) -> None:
-    """Puts what sends parameters, or parts of their gradients, once a step into one call of all between two readers."""
-    pending: dict[Hashable, dict[fx.Node, None]] = {}
-    for node in list(graph.nodes):
-        for key in [key for key, sends in pending.items() if not sends.keys().isdisjoint(node.all_input_nodes)]:
-            _merge(list(pending.pop(key)))
-        if node.target in (start_gather, start_scatter) and phase_of(node) in (ONCE, PARAMETER):
+def _send_together(program: Program, of_layers: Container[fx.Node]) -> None:
+    """Puts what sends parameters, or parts of their gradients, into calls: all of a layer, and of what is sent once a
+    step more layers until a call is large enough.
+
+    Args:
+        of_layers: what is sent in each microbatch, between layers.
+    """
+    pending: dict[Hashable, dict[fx.Node, int]] = {}
+    for node in list(program.graph.nodes):
+        is_gradient = has_note(node) and phase_of(node) == PARAMETER
+        for key, sends in list(pending.items()):
+            is_full = not is_gradient and sum(sends.values()) >= BUCKET
+            is_full |= node not in of_layers and next(iter(sends)) in of_layers
+            if is_full or not sends.keys().isdisjoint(node.all_input_nodes):
+                _merge(list(pending.pop(key)))
+        is_sent = node.target is start_gather and phase_of(node) == ONCE
+        is_sent |= node.target is start_scatter and is_gradient
+        if is_sent or node in of_layers:
             kind = tensor_type(node).dtype, node.args[-2:], note(node).stages
-            pending.setdefault((node.target, phase_of(node), *kind), {})[node] = None
+            pending.setdefault((node.target, *kind), {})[node] = _sent_bytes(program, node)
     for sends in pending.values():
         _merge(list(sends))
+
+
+def _sent_bytes(program: Program, start: fx.Node) -> int:
+    """Returns the bytes of what is gathered or scattered, of a parameter's size."""
+    kind, (layout,) = tensor_type(start), output_layouts(start)
+    ranks: Any = start.args[-1] if start.target is start_scatter else 1
+    return int(product(local_shape(kind.shape, layout, program.axes))) * kind.dtype.itemsize * int(ranks)
 
 
 def _merge(sends: Sequence[fx.Node]) -> None:
@@ -216,8 +257,10 @@ def _is_beside(node: fx.Node, anchor: Note) -> bool:
     current = note(node)
     # What waits outside of graphs may do so after graphs, whose kernels run meanwhile. What is compiled sends and waits
     # in one unit.
-    is_reached = bool(anchor.uncaptured) or not (current.uncaptured or current.eager)
-    return is_reached and (current.phase, current.region) == (anchor.phase, anchor.region)
+    is_reached = bool(anchor.uncaptured) or not (current.uncaptured or (current.eager and not anchor.eager))
+    # The sum of gradients is waited for where those of all layers are, behind the backward.
+    is_within = current.phase != anchor.phase and anchor.phase == PARAMETER
+    return is_within or (is_reached and (current.phase, current.region) == (anchor.phase, anchor.region))
 
 
 def _place(node: fx.Node, device: torch.device) -> None:

@@ -29,6 +29,9 @@ from fxpar.torch_internals import resolve_process_group
 
 _c10d = torch.ops._c10d_functional
 
+# Bytes of gradients that are sent at once: large enough for bandwidth, small enough to start early.
+BUCKET = 64 * 2**20
+
 
 @dataclass(frozen=True)
 class Group:

@@ -248,10 +248,12 @@ class Destination:
     Attributes:
         tensor: the memory; None where the first product that is written here makes it.
         adds: whether the gradient is added to what is there.
+        make: makes the memory; None where it is like the product, of zeros.
     """
 
     tensor: Tensor | None
     adds: bool
+    make: Callable[[], Tensor] | None = None
 
     def has(self, value: Tensor) -> bool:
         """Returns whether a value was written there; what is empty lies anywhere."""
@@ -301,7 +303,9 @@ def product_in_place(a: Sequence[Tensor], b: Sequence[Tensor], result: int) -> T
     """
     places = _given.get()
     place = places[result] if 0 <= result < len(places) else None
-    if place is not None and place.tensor is None:
+    if place is not None and place.tensor is None and place.make is not None:
+        place.tensor = place.make()
+    elif place is not None and place.tensor is None:
         # Zeros to add to, and no plain product: all microbatches go through one kernel, with graphs and without.
         place.tensor = a[0].new_zeros((a[0].shape[0], b[0].shape[1]))
     if place is None or place.tensor is None or not _fits(place.tensor, a[0], b[0]):

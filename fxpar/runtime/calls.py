@@ -6,6 +6,7 @@ step, and `ForwardCalls`, a forward alone.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from torch.fx.graph import CodeGen
 
 from fxpar.ir.program import Program, has_note, note
 from fxpar.ir.step import ONCE, PHASES, RECOMPUTE, phase_of
+from fxpar.ops.process_group import start_gather, start_gathers
 from fxpar.ops.small_operators import Destination, into, place_products, product_in_place
 from fxpar.runtime.units import Segment, is_number, segments
 
@@ -166,13 +168,27 @@ class StepCalls(_Calls):
         self.forward_calls, self.backward_calls = calls[: len(forward)], calls[len(forward) :]
         self.constants = dict(constants)
         self.ready = self._ready()
+        self._arriving = self._arrivals()
 
     def forward(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], Values]:
         """Implements `Runnable`."""
         environment = self.start(values, sizes)
-        for call in self.forward_calls:
-            call(environment)
+        for call, arriving in zip((*self.forward_calls, None), self._arriving, strict=True):
+            for arrival in arriving:
+                if environment.keys() >= arrival.frees:  # else the caller has waited
+                    arrival(environment)
+            if call is not None:
+                call(environment)
         return {name: environment[value] for name, value in self.step.results.items()}, environment
+
+    def _arrivals(self) -> list[list[UnitCall]]:
+        """Returns what is waited for in front of each call of the forward, of which it is the first reader, and behind
+        the last."""
+        arriving: list[list[UnitCall]] = [[] for _ in range(len(self.forward_calls) + 1)]
+        for arrival in self.step.arriving:
+            readers = (i for i, call in enumerate(self.forward_calls) if not {*arrival.gives}.isdisjoint(call.takes))
+            arriving[next(readers, -1)].append(arrival)
+        return arriving
 
     def input_backward(
         self, saved: Values, tangents: Mapping[str, Tensor], place: GradientSink | None = None
@@ -285,6 +301,7 @@ class LoweredStep:
         tangents: of each output that has one, the name of the tangent's value.
         returned: of each gradient of an input, by name of the output, the name of its value.
         early: how many calls of the backward come before what only gradients of weights need.
+        arriving: calls that wait for parameters that are gathered once a step.
     """
 
     program: Program
@@ -299,6 +316,7 @@ class LoweredStep:
     tangents: Mapping[str, str]
     returned: Mapping[str, str]
     early: int
+    arriving: Calls = ()
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -344,7 +362,26 @@ def cut(graph: fx.Graph) -> tuple[Calls, Calls, Calls, Calls, Calls]:
     return calls(forward), calls(backward), calls(weight), calls(parameter), calls((*backward, *weight, *parameter))
 
 
-def once_call(graph: fx.Graph) -> UnitCall | None:
+@dataclass(frozen=True)
+class OnceCalls:
+    """What a program computes of parameters once a step: gathers of those that data ranks share out.
+
+    Attributes:
+        start: starts all gathers.
+        finish: waits for one of them and returns its parameters whole, in the order of use. Where nothing can be
+            computed between, there is none, and `start` waits itself.
+    """
+
+    start: UnitCall
+    finish: tuple[UnitCall, ...]
+
+    @property
+    def gives(self) -> tuple[str, ...]:
+        """Returns names of the whole parameters."""
+        return tuple(name for call in self.finish or (self.start,) for name in call.gives)
+
+
+def once_calls(graph: fx.Graph) -> OnceCalls | None:
     """Returns what a lowered program computes of parameters once a step; None of one without such.
 
     The rest of the program computes what these values are made of for itself too.
@@ -356,8 +393,43 @@ def once_call(graph: fx.Graph) -> UnitCall | None:
         nodes.update(more)
         pending += more
     gives = [node for node in marked if any(user not in nodes for user in node.users)]
-    ordered = tuple(node for node in graph.nodes if node in nodes)
-    return _eager_call(Segment(ordered, ""), (), gives) if gives else None
+    if not gives:
+        return None
+    ordered = [node for node in graph.nodes if node in nodes]
+    groups = _by_gather(ordered)
+    if groups is None:
+        return OnceCalls(_eager_call(Segment(tuple(ordered), ""), (), gives), ())
+    late = set().union(*groups)
+    early = tuple(node for node in ordered if node not in late)
+    started = [node for node in early if not late.isdisjoint(node.users)]
+    # The step, in which these calls end, may have other values of the same names.
+    names = {node.name: f"gathering {node.name}" for node in started}
+    start = _eager_call(Segment(early, ""), (), started)
+    finish = []
+    for group in groups:
+        call = _eager_call(Segment(tuple(group), ""), (), [node for node in gives if node in group])
+        takes = tuple(names[name] for name in call.takes)
+        finish.append(replace(call, takes=takes, frees=frozenset(takes)))
+    return OnceCalls(replace(start, gives=tuple(names[name] for name in start.gives)), tuple(finish))
+
+
+def _by_gather(nodes: Sequence[fx.Node]) -> list[list[fx.Node]] | None:
+    """Returns the nodes that wait for each gather, and what follows from them; None where they depend on more."""
+    groups: dict[fx.Node, list[fx.Node]] = {}
+    gathers: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        sources = {gathers[read] for read in node.all_input_nodes if read in gathers}
+        is_start = node.target in (start_gather, start_gathers)
+        if is_start and not sources:
+            gathers[node] = node
+            groups[node] = []
+        elif sources:
+            if is_start or len(sources) > 1 or not gathers.keys() >= {*node.all_input_nodes}:
+                return None
+            (gathers[node],) = sources
+            if node.target is not operator.getitem or node.args[0] not in groups:
+                groups[gathers[node]].append(node)
+    return list(groups.values())
 
 
 def _eager_call(segment: Segment, returned: Collection[fx.Node], outputs: Sequence[fx.Node] | None = None) -> UnitCall:

@@ -56,6 +56,7 @@ class CompiledUnits:
         values: Mapping[str, Tensor],
         tangents: Mapping[str, str],
         needed: Iterable[str],
+        arriving: Sequence[UnitCall] = (),
         *,
         paired: bool,
     ) -> tuple[list[UnitCall], list[UnitCall], Values, int]:
@@ -68,10 +69,14 @@ class CompiledUnits:
             values: of the shapes it is compiled for, by name of the placeholder.
             tangents: for each placeholder that is one, the value whose gradient it is.
             needed: names of the values that are wanted at the end.
+            arriving: as of `LoweredStep`; what they take is among `values`, or what they give.
             paired: as for `units_of`.
         """
         units = units_of(graph, phases, frozenset(needed) | frozenset(tangents.values()), paired=paired)
         fakes = {name: self._scope.fake(name, value) for name, value in values.items()}
+        with self._mode:
+            for call in (call for call in arriving if fakes.keys() >= {*call.takes}):
+                fakes.update(zip(call.gives, call.function([fakes[name] for name in call.takes]), strict=True))
         self._propagate(units, fakes, tangents)
         compiled = self._compile_all(units, fakes)
         number = {unit: i for i, unit in enumerate(units.forward)}
@@ -221,7 +226,8 @@ class Compiler:
             needed = (*step.results.values(), *(step.gradients.values() if whole else step.ends))
             phases = (BACKWARD, WEIGHT, PARAMETER) if whole else (BACKWARD, WEIGHT)
             paired = not step.recomputes
-            forward, backward, drawn, early = units.calls(step.graph, phases, values, tangents, needed, paired=paired)
+            arguments = step.graph, phases, values, tangents, needed, step.arriving
+            forward, backward, drawn, early = units.calls(*arguments, paired=paired)
             return StepCalls(step, forward, backward, drawn, whole=whole, early=early)
 
         step_calls: StepCalls = self._variants((id(step), whole)).of(sizes, make)

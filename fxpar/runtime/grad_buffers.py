@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
@@ -112,11 +113,11 @@ class Buffers:
         placed, moved, added = dict(gradients), list[str](), list[str]()
         for name, gradient in gradients.items():
             place = self.destination(leaves, name)
-            if place is None or place.tensor is None:
+            if place is None:
                 continue
-            placed[name] = place.tensor
+            memory = placed[name] = self._buffer(name, leaves[name]) if place.tensor is None else place.tensor
             # Empty tensors all have address 0, which says nothing of where they lie.
-            if place.tensor.data_ptr() != gradient.data_ptr() or not gradient.numel():  # else it was written there
+            if memory.data_ptr() != gradient.data_ptr() or not gradient.numel():  # else it was written there
                 (added if place.adds else moved).append(name)
         for names, function in ((moved, torch._foreach_copy_), (added, torch._foreach_add_)):
             if names:
@@ -128,6 +129,8 @@ class Buffers:
         leaf = leaves[name]
         if leaf._backward_hooks:
             return None
+        if leaf.grad is None and not self._graphed:  # memory of a gradient is taken when it comes
+            return Destination(self._buffers.get(name), adds=False, make=partial(self._buffer, name, leaf))
         if leaf.grad is None or self._is_apart(name, leaf):
             return Destination(self._buffer(name, leaf), adds=False)
         return Destination(leaf.grad, adds=True)

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpar.errors import InputError
-from fxpar.runtime.calls import UnitCall
+from fxpar.runtime.calls import OnceCalls
 from fxpar.runtime.shard_spec import ShardSpec
 from fxpar.runtime.sharded import Sharded, leaf_of, local_of
 
@@ -422,7 +422,7 @@ class GatheredParameters:
         self._whole: dict[str, Tensor] = {}
 
     def current(
-        self, once: UnitCall, values: Mapping[str, Tensor], names: Mapping[str, str] | None
+        self, once: OnceCalls, values: Mapping[str, Tensor], names: Mapping[str, str] | None, *, waits: bool
     ) -> dict[str, Tensor]:
         """Returns the whole of the parameters that a program takes so, by name of the value. A collective call.
 
@@ -430,10 +430,15 @@ class GatheredParameters:
             once: gathers them.
             values: what this rank has of the program's inputs, by name of the placeholder.
             names: of the parameter, by that of the value; None where addresses may change.
+            waits: whether they are to be there; else the step waits for what this gives (`LoweredStep.arriving`).
         """
-        whole = {name: values[name] for name in once.takes}
+        whole = {name: values[name] for name in once.start.takes}
         with torch.inference_mode(False):  # what is made in that mode can never be trained
-            once(whole)
+            once.start(whole)
+            if not waits:
+                return {name: whole[name] for name in once.start.gives}
+            for call in once.finish:
+                call(whole)
             return {name: whole[name] if names is None else self._kept(names[name], whole[name]) for name in once.gives}
 
     def _kept(self, fqn: str, value: Tensor) -> Tensor:

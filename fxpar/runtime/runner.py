@@ -348,11 +348,12 @@ class Runner:
         return replace(call, values=values, leaves=weights.leaves, others=others, addresses=weights.addresses)
 
     @torch.no_grad()
-    def gathered(self, calls: Sequence[BoundBatch]) -> list[BoundBatch]:
+    def gathered(self, calls: Sequence[BoundBatch], *, waits: bool = True) -> list[BoundBatch]:
         """Gives the calls of a step the parameters that data ranks share out, whole. A collective call.
 
         Args:
             calls: as `prepared` gave them.
+            waits: whether they are to be there. A step that runs once may wait for each where it is read.
         """
         known: dict[int, dict[str, Tensor]] = {}
         for call in calls:
@@ -363,7 +364,8 @@ class Runner:
                 for steps in call.ready.of_rank:
                     if steps.once is not None:
                         steps.enter()
-                        whole |= self._whole.current(steps.once, call.values, steps.gathered if keeps else None)
+                        names = steps.gathered if keeps else None
+                        whole |= self._whole.current(steps.once, call.values, names, waits=waits or keeps)
         return [replace(call, values={**call.values, **known[id(call.ready)]}) for call in calls]
 
     def _look(self, call: BoundBatch, tensors: Mapping[str, Tensor]) -> _Weights:

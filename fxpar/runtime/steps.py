@@ -37,7 +37,7 @@ from fxpar.runtime.calls import (
     Values,
     cut,
     eager_calls,
-    once_call,
+    once_calls,
     uncaptured,
 )
 from fxpar.runtime.graph_modes import NoGraphs
@@ -197,7 +197,7 @@ class Steps:
 
     def __post_init__(self) -> None:
         self.lowered = self.lowering(self.program)
-        self.once = once_call(self.lowered.module.graph)
+        self.once = once_calls(self.lowered.module.graph)
         self.gathered = gathered_parameters(self.program)
         self.differentiable = differentiable(self.program)
         # What the caller differentiated last, which is known in its backward alone.
@@ -384,4 +384,5 @@ class Steps:
             {output_of(entry.path): entry.node for entry in program.inputs if output_of(entry.path)},
             {name: node.name for name, node in ends.items() if is_input_gradient(name)},
             len(early),
+            () if self.once is None else self.once.finish,
         )

@@ -258,7 +258,7 @@ class Training:
         Raises:
             Overflow: rows had no place, in a step that no graph records.
         """
-        calls = self._runner.gathered(calls)
+        calls = self._runner.gathered(calls, waits=len(calls) > 1 or self._pipeline is not None)
         has_overflowed = None
         rows: list[Mapping[str, Tensor]] = []
         new = Written()

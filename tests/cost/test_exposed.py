@@ -107,3 +107,26 @@ return y=%sum
     wire = 2 * 4e6 * (ranks - 1) / ranks / 1e9
     assert sent.seconds == pytest.approx(wire + 3e-5)
     assert sent.hideable == pytest.approx(sent.seconds - (wire / 2 if half else 0))
+
+
+def test_gradients_that_are_sent_once_a_step_travel_up_to_its_end() -> None:
+    """Beside another call's product; one axis carries one after the other, and nothing hides the last."""
+    text = f"""\
+fxpar 2
+plan {{"tp": 2, {_COST}}}
+properties canonical collectives layouts local step
+%h = input["h"] : {_SQUARE} tp:S(0)
+%c = input["c"] : {_SQUARE} tp:S(1)
+%p1 = aten.mm.default(%c, %h) : {_SQUARE} tp:P {{phase=backward}}
+%p2 = aten.mm.default(%c, %h) : {_SQUARE} tp:P {{phase=backward}}
+%w1 = fxpar.reduce_scatter[tp](%p1) : {_SQUARE} tp:P→S(0) {{phase=parameter}}
+%w2 = fxpar.reduce_scatter[tp](%p2) : {_SQUARE} tp:P→S(0) {{phase=parameter}}
+return w1=%w1, w2=%w2
+"""
+    program = parse_program(text)
+    for name in ("p1", "p2"):
+        set_note(program.node(name), replace(note(program.node(name)), region=name))
+    last = ("w2", (), pytest.approx(_SUM / 2))
+    assert times(travels(program)) == [("w1", (), pytest.approx(_SUM / 2)), last]
+    program.node("p1").append(program.node("w1"))
+    assert times(travels(program)) == [("w1", ("p2",), pytest.approx(_SUM / 2 - _PRODUCT)), last]

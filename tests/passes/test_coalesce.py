@@ -124,9 +124,11 @@ def sums_of(lines: tuple[str, str]) -> list[str]:
 
 
 def test_buckets_of_one_axis_follow_those_of_another() -> None:
+    """What follows no other sum waits for none: q is not in the bucket of k and v."""
     assert sums_of(ALIKE) == [
         "%tp_gradients = fxpar.sum_gradients[tp](%v, %k)",
-        "%dp_gradients = fxpar.sum_gradients[dp](%v_copy_to_shared, %k_copy_to_shared, %q)",
+        "%dp_gradients = fxpar.sum_gradients[dp](%v_copy_to_shared, %k_copy_to_shared)",
+        "%q_sum = fxpar.copy_to[dp](%q)",
     ]
 
 
@@ -139,9 +141,12 @@ def test_of_parameters_that_take_the_axes_in_opposite_orders_the_first_sums_are_
     ]
 
 
-def test_a_single_share_stands_in_front_of_the_bucket_that_takes_it() -> None:
-    text = CHAINS.replace("FIRST", ALIKE[0]).replace("SECOND", ALIKE[1])
-    lines = [line for line in text.splitlines() if "%v" not in line or line.startswith("return")]
-    single = coalesce(parse_program("\n".join(lines).replace(", v=%own_values", "") + "\n"))
+def test_single_sums_stand_in_front_of_the_bucket_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """k and v fill a bucket of data ranks. Of tensor parallel ranks each has one alone, since a bias is between."""
+    monkeypatch.setitem(coalesce.run.__globals__, "BUCKET", 2 * 8 * 12 * 4)
+    between = "%n_sum = fxpar.copy_to[tp](%n) : f32[144] dp:I tp:I→R\n"
+    text = CHAINS.replace("FIRST", between + ALIKE[0]).replace("SECOND", ALIKE[1])
+    text = text.replace("%x = input", '%n = parameter["n"] : f32[144] dp:I tp:I\n%x = input')
+    single = coalesce(parse_program(text))
     names = [node.name for node in single.graph.nodes if node.op != "placeholder"]
-    assert names[:2] == ["k_copy_to_shared", "dp_gradients"]
+    assert names[:3] == ["k_copy_to_shared", "v_copy_to_shared", "dp_gradients"]

@@ -137,7 +137,7 @@ def test_what_reads_a_postponed_product_waits_with_it_unless_a_collective_needs_
 
 
 def test_phases_stay_apart() -> None:
-    """The parameter phase comes once behind all microbatches: its sums hide nothing of the backward."""
+    """The parameter phase comes once behind all microbatches: its sums take no product of the backward."""
     text = _HEAD + row(0, "h")
     text += f"%total = fxpar.all_reduce[tp](%later) : {_SQUARE} tp:P→R {{phase=parameter}}\n"
     text = text.replace('%h = input["h"]', f'%later = input["later"] : {_SQUARE} tp:P\n%h = input["h"]')
@@ -172,6 +172,53 @@ return w=%dw1, v=%dw2, x=%act2
     assert [region_of(node) for node in found.graph.nodes if region_of(node)] == [region, region]
     assert [node.name for node in regions(program)[0].body] == ["gs", "dw", "dx", "sum", "act"]
     assert print_program(parse_program(print_program(found))) == print_program(found)
+
+
+_SENT = f"""\
+%t1 = fxpar.all_reduce[tp](%dw1) : {_SQUARE} tp:P→R {{phase=parameter}}
+%t2 = fxpar.all_reduce[tp](%dw2) : {_SQUARE} tp:P→R {{phase=parameter}}
+%t3 = fxpar.all_reduce[tp](%dw3) : {_SQUARE} tp:P→R {{phase=parameter}}
+%again = fxpar.reduce_scatter[tp](%half) : {_SQUARE} tp:P→S(0) {{phase=parameter}}
+"""
+_LAYERS = f"""\
+region layer_backward
+%h = operand : {_SQUARE} tp:S(0)
+%c = operand : {_SQUARE} tp:S(1)
+%dw = aten.mm.default(%c, %h) : {_SQUARE} tp:P {_END}
+%dx = aten.relu.default(%h) : {_SQUARE} tp:S(0) {_END}
+result %dw, %dx
+"""
+_BACKWARD = f"""\
+%l1 = region.layer_backward(%h, %c) gives %dw1, %dx1 {{phase=backward}}
+%l2 = region.layer_backward(%dx1, %c) gives %dw2, %dx2 {{phase=backward}}
+%dw3 = aten.mm.default(%c, %dx2) : {_SQUARE} tp:P {_END}
+%act = aten.relu.default(%dx2) : {_SQUARE} tp:S(0) {_END}
+"""
+_HALF = f"%half = fxpar.i_to_p[tp](%t1) : {_SQUARE} tp:R→P {{phase=parameter}}\n"
+
+
+def sent(cuda_graphs: str = "", mark: str = "") -> list[str]:
+    """Names after the pass, where gradients are sent once a step."""
+    head = _HEAD.replace('"tp": 2', f'"tp": 2{cuda_graphs}').replace("step\n", f"step\n{_LAYERS}")
+    first, *others = _SENT.splitlines(keepends=True)
+    late = first + _HALF.replace("i_to_p", "r_to_p") + "".join(others)
+    text = head + _BACKWARD.replace(f"S(0) {_END}\n", f"S(0) {{{mark}phase=backward}}\n") + late
+    program = parse_program(text + "return a=%t1, b=%t2, c=%t3, d=%again, x=%act\n")
+    found = PassManager([overlap], ()).run(program)
+    return [n.name for n in found.graph.nodes if n.op == "call_function" and not n.name.startswith("dx")]
+
+
+def test_gradients_are_sent_behind_the_call_or_the_run_that_computes_them() -> None:
+    """And not in the middle of a run, which is compiled at once; what needs another sum stays behind all."""
+    assert sent() == ["l1", "dw1", "t1", "l2", "dw2", "t2", "dw3", "act", "t3", "half", "again"]
+
+
+def test_gradients_stay_in_the_graph_in_which_they_are_waited_for() -> None:
+    """Partial graphs end where the host reads a value. Without graphs nothing ends there."""
+    graphs, mark = ', "cuda_graphs": {"impl": "partial"}', 'uncaptured="reads a value", '
+    late = ["l1", "dw1", "l2", "dw2", "dw3", "act", "t1", "half", "t2", "t3", "again"]
+    assert sent(graphs, mark) == late
+    assert sent(graphs) == sent(mark=mark) == sent()
 
 
 @pytest.mark.parametrize("name", few(("gpt2", "llama", "nanogpt"), ["gpt2"]))

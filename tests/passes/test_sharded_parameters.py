@@ -120,9 +120,9 @@ def test_ranks_that_divide_no_dimension_share_out_nothing() -> None:
 GATHERS = {
     "optimizer": """\
 … 7
-%down_weight_all_gather = fxpar.all_gather[dp](%down_weight) : f32[6, 6] dp:S(0)→R {shard=optimizer}
-%up_weight_all_gather = fxpar.all_gather[dp](%up_weight) : f32[6, 6] dp:S(0)→R {shard=optimizer}
 %words_weight_all_gather = fxpar.all_gather[dp](%words_weight) : f32[15, 6] dp:S(1)→R {shard=optimizer}
+%up_weight_all_gather = fxpar.all_gather[dp](%up_weight) : f32[6, 6] dp:S(0)→R {shard=optimizer}
+%down_weight_all_gather = fxpar.all_gather[dp](%down_weight) : f32[6, 6] dp:S(0)→R {shard=optimizer}
 """,
     "parameters": """\
 … 9
@@ -139,7 +139,7 @@ GATHERS["gradients"] = GATHERS["optimizer"].replace("optimizer", "gradients")
 
 @pytest.mark.parametrize("shard", SHARDS[1:])
 def test_coalesce_marks_the_gathers_and_puts_those_of_a_step_in_front(shard: str) -> None:
-    """A tied weight is gathered once for both that read it."""
+    """In the order of use; a tied weight is gathered once for both that read it."""
     text = changed_by("coalesce", captured()[1].program, dp=2, shard=shard)
     lines = [line for line in text.splitlines(keepends=True) if not line.startswith("-")]
     assert "".join(lines).startswith(GATHERS[shard])

@@ -364,11 +364,11 @@ def exported(folder: Path, shard: str, tp: int, dp: int) -> Found:
 
 
 class Layers(nn.Module):
-    """Eight equal matrices, much larger than what they compute of a few rows."""
+    """Sixteen equal matrices, much larger than what they compute of a few rows."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(16))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """[b, 64]."""
