@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -233,6 +234,21 @@ def test_reports_count_the_state_that_is_there(more: str) -> None:
     staged = there if "+offload" in more else 0
     assert rank.optimizer + rank.host == there + 4 * len(states) + casts + staged
     assert rank.host == staged
+
+
+def test_the_page_shows_what_works() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/optimizers.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    model = build("none", 1, 1)
+    names: dict[str, Any] = {"fxpar": fxpar, "torch": torch, "nn": nn, "model": model, "batches": batches(2)}
+    before = model.full_state_dict()
+    rates = []
+    for block in blocks:
+        exec(block.replace('"lm_head*": adamw, ', ""), names)  # which this model has not
+        rates.append([group["lr"] for group in names["optimizer"].param_groups])
+    assert rates[0] == pytest.approx([3e-4] * 3, rel=1e-3)
+    assert rates[1] == [0.02, 3e-4, 3e-4]
+    assert not torch.equal(before["up.weight"], model.full_state_dict()["up.weight"])
 
 
 # What is no argument.

@@ -299,7 +299,7 @@ def test_safetensors_have_the_whole_under_the_authors_names(world2: World, tmp_p
 
 @pytest.mark.parametrize("dp", [2, 4])
 def test_no_rank_ever_holds_the_whole_model(request: Fixture, dp: int) -> None:
-    """From the meta device on: bytes of sixteen equal matrices, while they are made and in a step with its gradients."""
+    """From the meta device on: bytes of sixteen equal matrices, while they are made and in a step."""
     expected = shard_jobs.from_meta("none", 1)
     whole, matrix = expected["rest"], expected["rest"] // 16
     for shard in SHARED:
@@ -308,8 +308,8 @@ def test_no_rank_ever_holds_the_whole_model(request: Fixture, dp: int) -> None:
             assert found["building"] <= whole // dp + matrix
             assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
             assert_same(found["state"], expected["state"], 0.0)
-            # The parts of all gradients, as they come and where they stay; two whole matrices, the gradients of two, and
-            # one as it is sent.
+            # The parts of all gradients, as they come and where they stay; two whole matrices, the gradients of two,
+            # and one as it is sent.
             if shard == "parameters":
                 assert found["training"] <= 2 * whole // dp + 5 * matrix
                 assert dp < 4 or found["training"] < whole
