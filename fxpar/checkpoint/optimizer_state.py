@@ -169,6 +169,11 @@ def check_fits(weights: RankTensors, optimizer: Optimizer, document: Mapping[str
             where=where,
             remedy="resume with the optimizer that was saved",
         )
+    for number, (saved_group, group) in enumerate(zip(document["groups"], optimizer.param_groups, strict=False)):
+        was, is_now = saved_group["options"].get("algorithm"), group.get("algorithm")
+        if was != is_now:
+            reason = f"parameter group {number} was stepped by {was}, and is by {is_now}"
+            raise CheckpointError(reason, where=where, remedy="resume with the optimizer that was saved")
     saved = [set(group["parameters"]) for group in document["groups"]]
     here = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
     if len(saved) != len(here):

@@ -77,7 +77,7 @@ class Optimizer(ClippingOptimizer):
         offload: bool = False,
         **options: Any,
     ) -> None:
-        _check(module, max_norm, norm_type, nonfinite)
+        _check(module, max_norm, norm_type, nonfinite, main_weights)
         self._module, self._max_norm, self._norm_type, self._nonfinite = module, max_norm, norm_type, nonfinite
         is_chunked = main_weights or offload
         self.waits_for_host = nonfinite == "raise" or is_chunked
@@ -88,7 +88,7 @@ class Optimizer(ClippingOptimizer):
         for chosen, parameters in sorted_groups:
             kind, full = _completed(chosen, parameters, algorithm, options, module.world.device)
             kinds.append(kind)
-            complete.append({"params": [*parameters.values()], **full})
+            complete.append({"params": [*parameters.values()], **full, "algorithm": kind.__name__})
         super().__init__(complete, {})
         device, wide = module.world.device, any(p.dtype == torch.float64 for p in self._names)
         # Graphs of several shapes write them, so their addresses never change.
@@ -267,7 +267,7 @@ class Optimizer(ClippingOptimizer):
             step.param_groups = [self.param_groups[number] for number in numbers]
 
 
-def _check(module: Any, max_norm: Any, norm_type: Any, nonfinite: Any) -> None:
+def _check(module: Any, max_norm: Any, norm_type: Any, nonfinite: Any, main_weights: bool) -> None:
     if not isinstance(module, RankModule):
         raise InputError(
             f"must be a parallel module, got a {type(module).__name__}",
@@ -280,6 +280,10 @@ def _check(module: Any, max_norm: Any, norm_type: Any, nonfinite: Any) -> None:
     if nonfinite not in _NONFINITE:
         remedy = f"choose from {', '.join(_NONFINITE)}"
         raise InputError(f"must be one of them, got {shown(nonfinite)}", where="nonfinite", remedy=remedy)
+    is_half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in module.parameters())
+    if main_weights and module.plan.pp == 1 and not is_half:
+        remedy = "leave it out, or set Plan(precision='bf16_weights')"
+        raise InputError("no parameter is in half precision", where="main_weights", remedy=remedy)
 
 
 # Rules that select parameters.

@@ -135,9 +135,12 @@ class ChunkedStep:
         for dtype in by_type:
             is_main = main_weights and dtype in (torch.bfloat16, torch.float16)
             stepped = torch.float32 if is_main else dtype
-            _, state = _probe(kind, self.param_groups[0], stepped, self._device)
+            states = [_probe(kind, group, stepped, self._device)[1] for group in self.param_groups]
             kinds[dtype] = {
-                key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == (2,)
+                key: value.dtype
+                for state in states
+                for key, value in state.items()
+                if isinstance(value, Tensor) and value.shape == (2,)
             }
             kinds[dtype] |= {MAIN: torch.float32} if is_main else {}
         counts = {dtype: sum(local_of(p).numel() for _, p in some) for dtype, some in by_type.items()}
@@ -285,9 +288,16 @@ class ChunkedStep:
         for target, (piece, values) in targets.items():
             after = step.state[target]
             for key, value in values.items():
-                if after[key] is not value:  # the first step has made it
+                if after.get(key) is not None and after[key] is not value:  # the first step has made it
                     value.copy_(after[key])
-            piece.entry.numbers[piece.first] = {key: value for key, value in after.items() if key not in values}
+            numbers = piece.entry.numbers[piece.first] = {k: v for k, v in after.items() if k not in values}
+            for key, value in numbers.items():
+                if isinstance(value, Tensor) and value.dim():
+                    raise InputError(
+                        f"needs a state {key} now, for which there is no memory",
+                        where="an option of a parameter group",
+                        remedy="make the optimizer with the option",
+                    )
             if MAIN in staged:
                 piece.entry.flat.narrow(0, piece.first, piece.size).copy_(target)
         step.state = defaultdict(dict)

@@ -220,6 +220,27 @@ def test_a_scaler_skips_steps_that_overflow(unscales: bool, nonfinite: str) -> N
     assert_same(found["state"], other["state"], 1e-6)
 
 
+@pytest.mark.parametrize("first", [0.0, 0.9])
+def test_groups_of_chunks_may_have_other_states(first: float) -> None:
+    """Momentum in one group and none in another, whichever comes first."""
+    states = []
+    for offload in (False, True):
+        model = module("none", 1, 1)
+        rules: dict[Any, dict[str, Any]] = {"*.weight": {"momentum": 0.9 - first}}
+        optimizer = fxpar.Optimizer(model, "sgd", lr=0.1, momentum=first, groups=rules, offload=offload)
+        for _ in range(3):
+            model.train_step(batches(1)[0], optimizer=optimizer)
+        states.append(model.full_state_dict())
+    assert_same(states[1], states[0], 1e-6)
+
+
+def test_a_save_of_another_algorithm_is_refused(tmp_path: Path) -> None:
+    model = module("none", 1, 1)
+    model.save_training(tmp_path, fxpar.Optimizer(model, "sgd"))
+    with pytest.raises(FxparError, match="parameter group 0 was stepped by SGD, and is by AdamW"):
+        model.resume_training(tmp_path, fxpar.Optimizer(model, "adamw"))
+
+
 @pytest.mark.parametrize("more", ["", "+main", "+main+offload"])
 def test_reports_count_the_state_that_is_there(more: str) -> None:
     model = build("none", 1, 1, precision="bf16_weights")
@@ -264,10 +285,16 @@ class Eager(torch.optim.Adagrad):
 
 def _frozen(module: ParallelModule) -> object:
     module.get_parameter("up.weight").requires_grad_(False)
-    optimizer = fxpar.Optimizer(module, main_weights=True)
+    optimizer = fxpar.Optimizer(module, offload=True)
     module.get_parameter("up.weight").requires_grad_(True)
     module.train_step(batches(1)[0])
     return optimizer.step()
+
+
+def _with_momentum(module: ParallelModule) -> object:
+    optimizer = fxpar.Optimizer(module, "sgd", lr=0.1, offload=True)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    return module.train_step(batches(1)[0], optimizer=optimizer)
 
 
 def _added(module: ParallelModule) -> object:
@@ -302,6 +329,8 @@ REFUSED: dict[str, tuple[Callable[[ParallelModule], object], str]] = {
         "algorithm Muon: steps whole matrices, and not chunks of elements",
     ),
     "early state": (made(Eager, offload=True), "Eager: makes its state before its first step"),
+    "main weights of float32": (made(main_weights=True), "main_weights: no parameter is in half precision"),
+    "state that is new": (_with_momentum, "an option of a parameter group: needs a state momentum_buffer now"),
     "twice": (
         lambda m: m.train_step(batches(1)[0], optimizer=fxpar.Optimizer(m, max_norm=1.0), max_norm=2.0),
         "max_norm: the optimizer itself clips to 1.0",
@@ -395,7 +424,7 @@ def test_parameters_of_other_memory_formats_are_stepped_in_their_order() -> None
 
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
     results = []
-    for options in ({}, {"main_weights": True, "offload": True}):
+    for options in ({}, {"offload": True}):
         model = fxpar.parallelize(Turned(), fxpar.Plan(), (x,))
         optimizer = fxpar.Optimizer(model, lr=0.1, **options)  # type: ignore[arg-type]
         chunked_step.CHUNK = 4
