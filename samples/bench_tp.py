@@ -8,7 +8,7 @@
     torchrun --nproc-per-node 2 samples/bench_tp.py --tiny       # a few thousand weights: to see that it runs
 
 A run is MODEL:FLAG+FLAG…, flags `eager`, `compile`, `sp` (sequence parallelism), `dropout`, `mixed`
-(`precision="bf16"` whatever `--precision` says), `adamw` (the step has torch's fused AdamW and its clipping too, else
+(`precision="bf16"` whatever `--precision` says), `adamw` (the step has AdamW and its clipping too, else
 it is forward and backward alone), `unchecked` (batches are not compared over the ranks), `selective` and `full`
 (recomputation), `graph` (the step is one CUDA graph), `dp` (ranks share out the batch, of which each has `--batch`
 rows, in place of the layers), `optimizer`, `gradients` and `parameters` (what data ranks share out besides). Models
@@ -222,21 +222,13 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     example = {"input_ids": ids, "labels": ids}
     model = fxpar.parallelize(original, plan, example, check_inputs="unchecked" not in flags)
-    adamw = None
-    if "adamw" in flags:
-        adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable="graph" in flags)
+    adamw = fxpar.Optimizer(model, "adamw", lr=1e-4, max_norm=1.0) if "adamw" in flags else None
     device = model.world.device
     batch = {"input_ids": ids.to(device), "labels": ids.to(device)}
 
     def step() -> torch.Tensor:
         model.zero_grad()
-        if adamw is not None and "graph" in flags:
-            return model.train_step(batch, optimizer=adamw, max_norm=1.0)
-        loss = model.train_step(batch)
-        if adamw is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            adamw.step()
-        return loss
+        return model.train_step(batch, optimizer=adamw)
 
     built = time.perf_counter() - start
     loss = float(step())
