@@ -243,7 +243,7 @@ def _check_matrix(name: str, parameter: Tensor) -> None:
         raise InputError(
             f"has {parameter.dim()} dimensions, and Muon orthogonalises matrices",
             where=name,
-            remedy="give it to AdamW, or use fxpar.Optimizer",
+            remedy="give it to AdamW; in fxpar.Optimizer by a rule with {'algorithm': 'adamw'}",
         )
     if not parameter.is_floating_point():
         raise InputError(

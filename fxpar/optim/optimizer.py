@@ -6,9 +6,8 @@ Enters: a module, and the class of an optimizer that treats each element by itse
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from fxpar.errors import InputError, shown
 from fxpar.optim.muon import Muon
-from fxpar.runtime.chunked_step import ChunkedStep, taken
+from fxpar.runtime.chunked_step import MAIN, ChunkedStep, option_names, taken
 from fxpar.runtime.module import RankModule
 from fxpar.runtime.sharded import Sharded, local_of
 from fxpar.runtime.training import ClippingOptimizer, check_norm, check_norm_type
@@ -90,6 +89,8 @@ class Optimizer(ClippingOptimizer):
             kinds.append(kind)
             complete.append({"params": [*parameters.values()], **full, "algorithm": kind.__name__})
         super().__init__(complete, {})
+        # Schedulers that change momenta look here. Set last, so that groups of another algorithm do not get them.
+        self.defaults = {name: value for name, value in complete[0].items() if name not in ("params", "algorithm")}
         device, wide = module.world.device, any(p.dtype == torch.float64 for p in self._names)
         # Graphs of several shapes write them, so their addresses never change.
         self._norm = torch.full((), torch.nan, dtype=torch.float64 if wide else torch.float32, device=device)
@@ -108,7 +109,6 @@ class Optimizer(ClippingOptimizer):
             step = ChunkedStep(kind, some, device, **where) if is_chunked else kind(some, **taken(kind, some[0]))
             self._steps.append((step, numbers))
             self.state.update(step.state)
-        self._share()
         # torch's GradScaler and fxpar's steps leave what is to be skipped to the kernels where this is true.
         is_fused = all(_is_fused(step) for step, _ in self._steps)
         if nonfinite == "skip" and not is_fused:
@@ -164,16 +164,17 @@ class Optimizer(ClippingOptimizer):
             # As torch clips: by at most 1, and with a small number in place of no gradient.
             over = ((self._norm + 1e-6) / self._max_norm).clamp(min=1.0)
             divisor = over if divisor is None else divisor * over
+        self._share()
         for step, _ in self._steps:
-            if _is_fused(step):
-                # Their kernels divide gradients where they read them, and change nothing where `found_inf` is not 0.
-                with _attributes(step, grad_scale=divisor, found_inf=skipped):
-                    step.step()
-                continue
-            if divisor is not None:
+            is_fused = _is_fused(step)
+            # Fused kernels divide gradients where they read them, by a float32.
+            scale = divisor if is_fused and self._norm.dtype == torch.float32 else None
+            if divisor is not None and scale is None:
                 some = [p.grad for group in step.param_groups for p in group["params"] if p.grad is not None]
                 torch._foreach_div_([local_of(gradient) for gradient in some], divisor)
-            step.step()
+            # They change nothing where `found_inf` is not 0.
+            with _attributes(step, grad_scale=scale, found_inf=skipped) if is_fused else nullcontext():
+                step.step()
         return loss
 
     def _looked_at(self, single: Mapping[str, Tensor], skipped: Tensor | None) -> Tensor | None:
@@ -227,10 +228,20 @@ class Optimizer(ClippingOptimizer):
         return last[0] if last else None
 
     def empty_state(self, parameter: Tensor, key: str, dtype: torch.dtype) -> Tensor:
-        """Implements `ClippingOptimizer`: what it steps itself."""
+        """Implements `ClippingOptimizer`: what it steps itself.
+
+        Raises:
+            InputError: main weights, of an optimizer without.
+        """
         for step, _ in self._steps:
             if isinstance(step, ChunkedStep) and step.has(parameter, key):
                 return step.view(parameter, key)
+        if key == MAIN:
+            raise InputError(
+                "has float32 values of parameters, which this optimizer would lose",
+                where="a loaded state of the optimizer",
+                remedy="make the optimizer with main_weights=True",
+            )
         return super().empty_state(parameter, key, dtype)
 
     # ------------------------------------------------------------------ what torch's optimizers have
@@ -256,12 +267,8 @@ class Optimizer(ClippingOptimizer):
             )
         super().load_state_dict(state_dict)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._share()
-
     def _share(self) -> None:
-        """Gives the steps the groups and the state of this optimizer, which others may exchange."""
+        """Gives the steps the groups and the state of this optimizer, which loads and users exchange."""
         for step, numbers in self._steps:
             step.state = self.state
             step.param_groups = [self.param_groups[number] for number in numbers]
@@ -303,6 +310,9 @@ def _grouped(
     Raises:
         InputError: something else than a selector, options that are no mapping, or a rule that selects nothing.
     """
+    if not isinstance(rules, Mapping):
+        remedy = 'pass options by selector: {"*.bias": {"weight_decay": 0.0}}'
+        raise InputError(f"must be a dict of rules, got {shown(rules)}", where="groups", remedy=remedy)
     names: dict[Tensor, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -358,11 +368,11 @@ def _completed(
     Raises:
         InputError: as of `Optimizer`.
     """
-    is_other = chosen.get("algorithm", algorithm) != algorithm
     kind = _kind_of(chosen.get("algorithm", algorithm), parameters)
+    is_other = "algorithm" in chosen and kind is not _kind_of(algorithm, {})
     merged: dict[str, Any] = {**({} if is_other else options), **chosen}
     merged.pop("algorithm", None)
-    known = [name for name in inspect.signature(kind).parameters if name != "params"]
+    known = option_names(kind)
     for name in merged:
         if name not in known:
             raise InputError(f"{kind.__name__} has no option of this name", where=name, remedy=_choose(known))
@@ -374,7 +384,7 @@ def _completed(
         merged.setdefault("capturable", True)
     try:
         (group,) = kind([torch.zeros(1, 1, device=device, requires_grad=True)], **merged).param_groups
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         raise InputError(str(error), where=f"options of {kind.__name__}", remedy="pass a value that it takes") from None
     return kind, {name: value for name, value in group.items() if name != "params"}
 

@@ -3,8 +3,9 @@
 Enters: parameter groups and a class of optimizers that treats each element by itself. Leaves: their step, on float32
 values of parameters in half precision (main weights), with a state that lies on the device or in the host's memory.
 
-State and main weights of all parameters of one type are one flat tensor each. A chunk is a range of it, whatever
-parameters it cuts. On a GPU its values are on their way in and out while other chunks are computed.
+State and main weights of all parameters of one type and with the same state are one flat tensor each. A chunk is a
+range of it, whatever parameters it cuts. On a GPU its values are on their way in and out while other chunks are
+computed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from fxpar.runtime.sharded import Sharded, leaf_of, local_of
 MAIN = "main"
 _LOADED = -1  # stands for all pieces of a parameter
 Kind = type[torch.optim.Optimizer]
+_Kinds = tuple[torch.dtype, tuple[tuple[str, torch.dtype], ...]]
 
 
 @dataclass
@@ -77,16 +79,14 @@ class _Slice:
 
 @dataclass
 class _Flat:
-    """All parameters of one type.
+    """All parameters of one type, of which the same is kept.
 
     Attributes:
-        dtype: of the parameters.
         entries: in order.
         values: by state key, and `main`, one tensor of all elements.
         chunks: the pieces of each.
     """
 
-    dtype: torch.dtype
     entries: list[_Parameter]
     values: dict[str, Tensor]
     chunks: list[tuple[int, int, list[_Slice]]]
@@ -126,34 +126,36 @@ class ChunkedStep:
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if offload and is_cuda else None
 
     def _sorted(self, kind: Kind, main_weights: bool, offload: bool) -> Iterator[_Flat]:
-        by_type: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+        # What an algorithm keeps depends on options of the group, such as SGD's momentum.
+        probed: dict[tuple[int, torch.dtype], dict[str, torch.dtype]] = {}
+        by_kind: dict[_Kinds, list[tuple[int, Tensor]]] = {}
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 if parameter.requires_grad:
-                    by_type.setdefault(parameter.dtype, []).append((number, parameter))
-        kinds: dict[torch.dtype, dict[str, torch.dtype]] = {}
-        for dtype in by_type:
-            is_main = main_weights and dtype in (torch.bfloat16, torch.float16)
-            stepped = torch.float32 if is_main else dtype
-            states = [_probe(kind, group, stepped, self._device)[1] for group in self.param_groups]
-            kinds[dtype] = {
-                key: value.dtype
-                for state in states
-                for key, value in state.items()
-                if isinstance(value, Tensor) and value.shape == (2,)
-            }
-            kinds[dtype] |= {MAIN: torch.float32} if is_main else {}
-        counts = {dtype: sum(local_of(p).numel() for _, p in some) for dtype, some in by_type.items()}
+                    key = number, parameter.dtype
+                    if key not in probed:
+                        probed[key] = self._state_types(kind, group, parameter.dtype, main_weights)
+                    by_kind.setdefault((parameter.dtype, tuple(probed[key].items())), []).append((number, parameter))
+        counts = {kinds: sum(local_of(p).numel() for _, p in some) for kinds, some in by_kind.items()}
         if offload:
-            check_host(sum(counts[d] * k.itemsize for d, of_type in kinds.items() for k in of_type.values()))
-        for dtype, some in by_type.items():
-            make = _on_host if offload and self._device.type == "cuda" else _on_device
-            values = {key: make(counts[dtype], kind_of, self._device) for key, kind_of in kinds[dtype].items()}
+            check_host(sum(count * k.itemsize for (_, kinds), count in counts.items() for _, k in kinds))
+        make = _on_host if offload and self._device.type == "cuda" else _on_device
+        for (dtype, kinds), some in by_kind.items():
+            values = {key: make(counts[dtype, kinds], kind_of, self._device) for key, kind_of in kinds}
             entries, start = [], 0
             for number, parameter in some:
                 entries.append(_Parameter(parameter, number, start))
                 start += local_of(parameter).numel()
-            yield _Flat(dtype, entries, values, _chunks(entries))
+            yield _Flat(entries, values, _chunks(entries))
+
+    def _state_types(
+        self, kind: Kind, group: dict[str, Any], dtype: torch.dtype, main_weights: bool
+    ) -> dict[str, torch.dtype]:
+        """Returns the types of what is kept of each element of parameters, by key."""
+        is_main = main_weights and dtype in (torch.bfloat16, torch.float16)
+        _, state = _probe(kind, group, torch.float32 if is_main else dtype, self._device)
+        kinds = {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == (2,)}
+        return {**kinds, MAIN: torch.float32} if is_main else kinds
 
     # ------------------------------------------------------------------ state
 
@@ -175,6 +177,8 @@ class ChunkedStep:
     def _adopt(self, flat: _Flat, entry: _Parameter) -> None:
         """Takes a state that was loaded, and the values of a parameter that something else has changed."""
         loaded = self.state.get(entry.parameter)
+        if not loaded:  # or no longer: a user has cleared it, or what was loaded has none
+            entry.numbers, entry.values, entry.seen = {}, None, None
         if loaded and loaded is not entry.values:
             views = {key: self.view(entry.parameter, key) for key in flat.values}
             for key, view in views.items():
@@ -315,8 +319,19 @@ class ChunkedStep:
 
 def taken(kind: Kind, group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a complete group that the class takes when it is made."""
-    known = inspect.signature(kind).parameters
-    return {name: value for name, value in group.items() if name != "params" and name in known}
+    known = option_names(kind)
+    return {name: value for name, value in group.items() if name in known}
+
+
+def option_names(kind: Kind) -> list[str]:
+    """Returns the options that a class takes; those of its base too where it hands over what it does not name."""
+    names: list[str] = []
+    for base in kind.__mro__:
+        parameters = inspect.signature(base).parameters.values()
+        names += [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in names]
+        if all(p.kind != p.VAR_KEYWORD for p in parameters):
+            break
+    return [name for name in names if name != "params"]
 
 
 def _probe(

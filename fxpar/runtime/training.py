@@ -175,7 +175,8 @@ class Training:
         order, parameters = float(norm_type), self.parameters
         if self._pipeline is not None:
             return self._pipeline.norms(parameters, order, dtype)
-        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        # torch has no largest element of none.
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None and p.numel()}
         if not gradients:
             return torch.zeros((), device=self._random.device), {}
         single = [local_of(norm) for norm in torch._foreach_norm([*gradients.values()], order, dtype)]

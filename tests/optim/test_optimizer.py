@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -342,6 +343,8 @@ REFUSED: dict[str, tuple[Callable[[ParallelModule], object], str]] = {
     ),
     "frozen": (_frozen, "was frozen when the optimizer was made, and has a gradient now"),
     "a group": (_added, "a parameter group: cannot be added"),
+    "a list of groups": (made(groups=[{"lr": 0.1}]), "groups: must be a dict of rules, got [{'lr': 0.1}]"),
+    "two ways": (made(fused=True, foreach=True), "options of AdamW: `fused` and `foreach`"),
 }
 
 
@@ -437,3 +440,113 @@ def test_parameters_of_other_memory_formats_are_stepped_in_their_order() -> None
         if options:
             assert torch.equal(optimizer.state[weight]["exp_avg"].sign(), weight.grad.sign())
     assert torch.equal(*results)
+
+
+def _stepped(model: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
+    for part in batches(3):
+        model.train_step(part, optimizer=optimizer)
+
+
+class Handing(torch.optim.AdamW):
+    """Hands over what it does not name."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+
+
+def test_a_class_takes_the_options_of_its_base() -> None:
+    states = []
+    for kind in (Handing, torch.optim.AdamW):
+        for offload in (False, True):
+            model = module("none", 1, 1)
+            optimizer = fxpar.Optimizer(model, kind, lr=1e-2, weight_decay=0.3, offload=offload)
+            _stepped(model, optimizer)
+            states.append(model.full_state_dict())
+    for state in states[1:]:
+        assert_same(state, states[0], 1e-6)
+
+
+def test_a_scheduler_moves_momenta() -> None:
+    """Of the first algorithm; groups of others get none of its options."""
+    optimizer = fxpar.Optimizer(module("none", 1, 1), groups={nn.Embedding: {"algorithm": "sgd", "lr": 0.1}})
+    assert "betas" not in optimizer.param_groups[1]
+    optimizer = fxpar.Optimizer(module("none", 1, 1), groups=jobs.RULES)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=4)
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.95, 0.999)] * 3
+    optimizer.step()
+    scheduler.step()
+    assert all(group["betas"][0] < 0.95 for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_empty_parameters_and_float64_are_clipped_as_by_torch(norm_type: float) -> None:
+    """Fused kernels divide by a float32 alone, and torch has no largest element of none."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.arange(6, dtype=torch.float64).view(2, 3))
+            self.none = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.weight).square().mean() + self.none.sum()
+
+    x = torch.ones(4, 2, dtype=torch.float64)
+    model, weight = fxpar.parallelize(Wide(), fxpar.Plan(), x), Wide().weight
+    optimizer = fxpar.Optimizer(model, lr=1e-2, eps=1e-2, max_norm=0.01, norm_type=norm_type)
+    by_hand = torch.optim.AdamW([weight], lr=1e-2, eps=1e-2)
+    for _ in range(2):
+        model.train_step(x, optimizer=optimizer)
+        by_hand.zero_grad()
+        (x @ weight).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_([weight], 0.01, norm_type)
+        by_hand.step()
+        assert optimizer.norm is not None
+        assert float(optimizer.norm) == pytest.approx(float(norm), abs=1e-14)
+    assert torch.allclose(model.get_parameter("weight"), weight, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(("first", "other"), [(0.0, 0.9), (0.9, 0.0)])
+def test_chunks_keep_what_their_groups_keep(tmp_path: Path, first: float, other: float) -> None:
+    """One group has a momentum, and one has none."""
+    chunked_step.CHUNK = 37
+    results: list[list[Any]] = []
+    groups: dict[Any, Any] = {"*.bias": {"momentum": other}}
+    for offload in (False, True):
+        states: list[Any] = []
+        for _ in range(2):  # the second one goes on from the save of the first one
+            model = module("none", 1, 1)
+            optimizer = fxpar.Optimizer(model, "sgd", groups=groups, lr=0.1, momentum=first, offload=offload)
+            if states:
+                model.resume_training(tmp_path, optimizer)
+            _stepped(model, optimizer)
+            model.save_training(tmp_path, optimizer, position=len(states))
+            states.append(model.full_state_dict())
+        results.append(states)
+    for plain, chunked in zip(*results, strict=True):
+        assert_same(chunked, plain, 1e-6)
+
+
+@pytest.mark.parametrize("more", [{}, {"offload": True}])
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_state_that_is_cleared_or_exchanged_is_gone(more: dict[str, Any], clears: bool) -> None:
+    model = build("none", 1, 1)
+    optimizer = fxpar.Optimizer(model, lr=1e-2, **more)
+    _stepped(model, optimizer)
+    fresh = build("none", 1, 1)
+    _stepped(fresh, torch.optim.SGD(fresh.parameters(), lr=0.0))  # as many draws
+    fresh.load_state_dict(model.state_dict())
+    if clears:
+        optimizer.state.clear()
+    else:
+        optimizer.state = defaultdict(dict)
+    _stepped(fresh, fxpar.Optimizer(fresh, lr=1e-2, **more))
+    _stepped(model, optimizer)
+    assert_same(model.full_state_dict(), fresh.full_state_dict(), 0)
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_main_weights_are_not_lost_in_an_optimizer_without(tmp_path: Path, offload: bool) -> None:
+    jobs.saved(tmp_path, ONE, main_weights=True)
+    with pytest.raises(FxparError, match="would lose; make the optimizer with main_weights=True"):
+        jobs.resumed(tmp_path, ONE, offload=offload)

@@ -134,7 +134,7 @@ class PipelineExecutor(Evaluation):
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Implements `StageRunner`."""
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        counted = {name: g for name, g in gradients.items() if name in self._shared.counted}
+        counted = {name: g for name, g in gradients.items() if name in self._shared.counted and g.numel()}
         local_norms = norms([g if isinstance(g, Sharded) else local_of(g) for g in counted.values()], order, dtype)
         single = dict(zip(counted, local_norms, strict=True))
         # In float64: the square of a norm that float32 holds may be beyond it.
