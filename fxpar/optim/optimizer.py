@@ -402,6 +402,9 @@ def _kind_of(algorithm: Any, parameters: Mapping[str, Tensor]) -> Kind:
     if not (isinstance(algorithm, type) and issubclass(algorithm, torch.optim.Optimizer)):
         remedy = f"{_choose([*ALGORITHMS])}, or pass a class of torch.optim, and not what it makes"
         raise InputError(f"must be a class of optimizers, got {shown(algorithm)}", where="algorithm", remedy=remedy)
+    if issubclass(algorithm, torch.optim.LBFGS):
+        remedy = _choose([*ALGORITHMS])
+        raise InputError("computes the loss several times in a step", where="algorithm LBFGS", remedy=remedy)
     if issubclass(algorithm, _MIXING):
         for name, parameter in parameters.items():
             if isinstance(parameter, Sharded):

@@ -25,7 +25,7 @@ from torch import Tensor
 from fxpar.cost.parameter_memory import CHUNK as CHUNK
 from fxpar.cost.parameter_memory import CHUNKS
 from fxpar.errors import InputError
-from fxpar.runtime.sharded import Sharded, leaf_of, local_of
+from fxpar.runtime.sharded import Sharded, local_of
 
 MAIN = "main"
 _LOADED = -1  # stands for all pieces of a parameter
@@ -42,7 +42,6 @@ class _Parameter:
         start: its first element.
         numbers: of each of its pieces, the state that is no tensor like the parameter, such as the count of steps.
         values: its state, as the optimizer's `state` has it; None before its first step.
-        seen: of which version the main weights are.
     """
 
     parameter: Tensor
@@ -50,7 +49,6 @@ class _Parameter:
     start: int
     numbers: dict[int, dict[str, Any]] = field(default_factory=dict)
     values: dict[str, Any] | None = None
-    seen: Any = None
 
     def numbers_of(self, first: int) -> dict[str, Any] | None:
         """Returns those of the piece that begins there; None before its first step."""
@@ -175,13 +173,18 @@ class ChunkedStep:
         return Sharded(view, parameter.place) if isinstance(parameter, Sharded) else view
 
     def _adopt(self, flat: _Flat, entry: _Parameter) -> None:
-        """Takes a state that was loaded, and the values of a parameter that something else has changed."""
+        """Takes a state that was loaded."""
         loaded = self.state.get(entry.parameter)
         if not loaded:  # or no longer: a user has cleared it, or what was loaded has none
-            entry.numbers, entry.values, entry.seen = {}, None, None
+            entry.numbers, entry.values = {}, None
         if loaded and loaded is not entry.values:
             views = {key: self.view(entry.parameter, key) for key in flat.values}
             for key, view in views.items():
+                if key == MAIN and key not in loaded:
+                    flat.values[MAIN].narrow(0, entry.start, entry.flat.numel()).copy_(
+                        entry.flat
+                    )  # the weights are all that there is of them
+                    continue
                 if key not in loaded:
                     raise InputError(
                         f"lacks {key} of a parameter",
@@ -193,10 +196,6 @@ class ChunkedStep:
             entry.numbers = {_LOADED: numbers}
             entry.values = {**numbers, **views}
             self.state[entry.parameter] = entry.values
-            entry.seen = _version(entry.parameter)
-        elif MAIN in flat.values and entry.seen != _version(entry.parameter):
-            flat.values[MAIN].narrow(0, entry.start, entry.flat.numel()).copy_(entry.flat)
-            entry.seen = _version(entry.parameter)
 
     # ------------------------------------------------------------------ a step
 
@@ -276,9 +275,11 @@ class ChunkedStep:
         params: dict[int, list[Tensor]] = {}
         for piece in pieces:
             values = {key: value.narrow(0, piece.place, piece.size) for key, value in staged.items()}
-            target = values.pop(MAIN, None)
+            target, weights = values.pop(MAIN, None), piece.entry.flat.narrow(0, piece.first, piece.size)
             if target is None:
-                target = piece.entry.flat.narrow(0, piece.first, piece.size)
+                target = weights
+            else:  # what something else has written counts: torch counts no writes through `data`
+                target.copy_(target.where(target.to(weights.dtype) == weights, weights))
             gradient = _flat_gradient(piece.entry.parameter)
             target.grad = gradient.narrow(0, piece.first, piece.size).to(target.dtype)
             if (numbers := piece.entry.numbers_of(piece.first)) is not None:
@@ -314,7 +315,6 @@ class ChunkedStep:
             entry.values = {key: self.view(entry.parameter, key) for key in flat.values}
         entry.values.update(numbers)
         self.state[entry.parameter] = entry.values
-        entry.seen = _version(entry.parameter)
 
 
 def taken(kind: Kind, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -391,12 +391,6 @@ def _flat_gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     part, gradient = local_of(parameter), local_of(parameter.grad)
     return _flat(gradient if gradient.stride() == part.stride() else torch.empty_like(part).copy_(gradient))
-
-
-def _version(parameter: Tensor) -> tuple[int, int, int]:
-    """Differs after a write that torch counts."""
-    leaf = leaf_of(parameter)
-    return parameter._version, leaf._version, leaf.data_ptr()
 
 
 # ---------------------------------------------------------------------- memory of the host

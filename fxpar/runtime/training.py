@@ -311,8 +311,8 @@ class Training:
         """Clips, steps and frees the gradients."""
         optimizer, scaler = options.optimizer, options.scaler
         assert optimizer is not None
-        if scaler is not None:
-            scaler.unscale_(optimizer)
+        if scaler is not None and (options.max_norm is not None or not isinstance(optimizer, ClippingOptimizer)):
+            scaler.unscale_(optimizer)  # which others leave to their kernels
         norm = None
         if options.max_norm is not None:
             # Unscaled gradients, so that the norm and the limit are in the same unit under every loss scale.

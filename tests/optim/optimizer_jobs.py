@@ -179,20 +179,25 @@ def half_norm(mesh: tuple[str, int, int]) -> tuple[float, float]:
     return float(optimizer.norm), float(torch.nn.utils.get_total_norm(gradients))  # type: ignore[arg-type]
 
 
-def loaded_weights() -> tuple[bool, bool]:
+def loaded_weights(through_data: bool) -> tuple[bool, bool]:
     """Whether main weights follow weights that were loaded; whether they are lost without a step between."""
     model = build("none", 1, 1, precision="bf16_weights")
     optimizer = fxpar.Optimizer(model, main_weights=True, lr=0.0)
     part = mine(model, batches(1))[0]
     model.train_step(part, optimizer=optimizer)
-    state = {name: value * 2 for name, value in model.full_state_dict().items()}
-    model.load_full_state_dict(state)
+    state = {name: value * 2 for name, value in model.full_state_dict().items() if name != "scale"}  # a buffer
+    if through_data:
+        for parameter in model.parameters():
+            parameter.data.mul_(2)
+    else:
+        model.load_full_state_dict({**model.full_state_dict(), **state})
     model.train_step(part, optimizer=optimizer)
-    after = model.full_state_dict()
-    model.train_step(part, optimizer=optimizer)
-    return all(torch.equal(after[name], state[name]) for name in state), all(
-        torch.equal(value, state[name]) for name, value in model.full_state_dict().items()
-    )
+    steps = []
+    for _ in range(2):
+        after = model.full_state_dict()
+        steps.append(all(torch.equal(after[name], state[name]) for name in state))
+        model.train_step(part, optimizer=optimizer)
+    return steps[0], steps[1]
 
 
 # Saves.

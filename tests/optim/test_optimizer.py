@@ -139,8 +139,28 @@ def test_norms_of_gradients_in_half_precision_are_not_rounded(request: Fixture, 
         assert abs(float(torch.tensor(precise).bfloat16()) / precise - 1) > 1e-4
 
 
-def test_main_weights_follow_weights_that_were_loaded() -> None:
-    assert jobs.loaded_weights() == (True, True)
+@pytest.mark.parametrize("through_data", [False, True])
+def test_main_weights_follow_weights_that_were_written(through_data: bool) -> None:
+    assert jobs.loaded_weights(through_data) == (True, True)
+
+
+def test_a_save_without_main_weights_goes_on_with_them(tmp_path: Path) -> None:
+    """They are the weights then, and at the next step what AdamW makes of them in float32."""
+    model = build("none", 1, 1, precision="bf16_weights")
+    part = batches(1)[0]
+    before = fxpar.Optimizer(model, lr=1e-2)
+    model.train_step(part, optimizer=before)
+    model.save_training(tmp_path, before)
+    after = fxpar.Optimizer(model, lr=1e-2, main_weights=True)
+    model.resume_training(tmp_path, after)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.train_step(part, optimizer=after)
+    for name, p in model.named_parameters():
+        if p in after.state:
+            main = after.state[p]["main"]
+            assert torch.equal(main.bfloat16(), p)
+            assert 0 < float((main - weights[name]).abs().max()) < 0.02
+            assert after.state[p]["step"] == 2
 
 
 @pytest.mark.parametrize(("options", "mesh"), [({"main_weights": True, "offload": True}, ONE), ({}, ONE)])
@@ -324,6 +344,7 @@ REFUSED: dict[str, tuple[Callable[[ParallelModule], object], str]] = {
     "order": (made(norm_type=0), "norm_type: must be a number above 0, got 0"),
     "nonfinite": (made(nonfinite="warn"), "nonfinite: must be one of them, got 'warn'"),
     "skip": (made(torch.optim.NAdam, nonfinite="skip"), "nonfinite='skip': cannot skip a step on the device"),
+    "LBFGS": (made(torch.optim.LBFGS), "algorithm LBFGS: computes the loss several times in a step"),
     "Muon of a vector": (made("muon"), "has 1 dimensions, and Muon orthogonalises matrices; give it to AdamW"),
     "Muon in chunks": (
         made("muon", groups={lambda name, parameter: parameter.ndim < 2: {"algorithm": "adamw"}}, offload=True),
