@@ -12,7 +12,7 @@ from collections.abc import Sequence, Set
 from torch import fx
 
 from fxpar.ir.operators import axes_of
-from fxpar.ir.program import Program, ScalarType, note, operands, output_node, update
+from fxpar.ir.program import Program, ScalarType, has_note, note, operands, output_node, update
 from fxpar.ir.step import PHASES
 from fxpar.ops.collectives import all_gather, reduce_scatter
 
@@ -27,10 +27,11 @@ def move_between_layers(program: Program) -> dict[fx.Node, fx.Node | None]:
         Each node that was moved with where it is to be waited for: a gather in front of that node, the first of its
         layer; a scatter behind that node, the last of the layer after, or where its phase ends (None).
     """
-    graphs, places = program.plan.cuda_graphs.impl, {node: i for i, node in enumerate(program.graph.nodes)}
-    nodes = [n for n in places if n.op == "call_function" and not isinstance(note(n).type, ScalarType)]
     if program.plan.shard not in ("gradients", "parameters"):
         return {}
+    graphs, places = program.plan.cuda_graphs.impl, {node: i for i, node in enumerate(program.graph.nodes)}
+    computed = (node for node in places if node.op == "call_function" and has_note(node))
+    nodes = [node for node in computed if not isinstance(note(node).type, ScalarType)]
     if graphs == "partial" and any(note(node).uncaptured for node in nodes):
         return {}
     waits: dict[fx.Node, fx.Node | None] = {}

@@ -33,7 +33,7 @@ from fxpar.ir.program import (
 from fxpar.ir.regions import inlined
 from fxpar.ir.step import ONCE, PARAMETER, phase_of
 from fxpar.layout.nesting import local_shape
-from fxpar.layout.symbolic_sizes import product
+from fxpar.layout.symbolic_sizes import names, product
 from fxpar.ops.layer_prefetch import move_between_layers
 from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import TORCH_OPERATORS, Operator, PaddingRows, is_view
@@ -211,18 +211,20 @@ def _send_together(program: Program, of_layers: Container[fx.Node]) -> None:
                 _merge(list(pending.pop(key)))
         is_sent = node.target is start_gather and phase_of(node) == ONCE
         is_sent |= node.target is start_scatter and is_gradient
-        if is_sent or node in of_layers:
+        sent = _sent_bytes(program, node) if is_sent or node in of_layers else None
+        if sent is not None:
             kind = tensor_type(node).dtype, node.args[-2:], note(node).stages
-            pending.setdefault((node.target, *kind), {})[node] = _sent_bytes(program, node)
+            pending.setdefault((node.target, *kind), {})[node] = sent
     for sends in pending.values():
         _merge(list(sends))
 
 
-def _sent_bytes(program: Program, start: fx.Node) -> int:
-    """Returns the bytes of what is gathered or scattered, of a parameter's size."""
+def _sent_bytes(program: Program, start: fx.Node) -> int | None:
+    """Returns the bytes of what is gathered or scattered; None of what has no parameter's size."""
     kind, (layout,) = tensor_type(start), output_layouts(start)
     ranks: Any = start.args[-1] if start.target is start_scatter else 1
-    return int(product(local_shape(kind.shape, layout, program.axes))) * kind.dtype.itemsize * int(ranks)
+    elements = product(local_shape(kind.shape, layout, program.axes))
+    return None if names([elements]) else int(elements) * kind.dtype.itemsize * int(ranks)
 
 
 def _merge(sends: Sequence[fx.Node]) -> None:

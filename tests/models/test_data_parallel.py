@@ -109,9 +109,9 @@ def test_parameters_are_whole_on_the_data_axis_and_reduced_once() -> None:
 
 
 def test_few_kv_heads_are_summed_over_their_ranks_and_then_with_all_others() -> None:
-    """Two ranks hold each key and value: one bucket over them, and no further one over data ranks."""
+    """Two ranks hold each key and value: one bucket over them, which one over data ranks follows; one for the rest."""
     found = collectives(compiled("llama,num_key_value_heads=2", Plan(tp=4, dp=2)))
-    assert sorted(c.axis for c in found if c.phase == "parameter") == ["dp", "tp"]
+    assert sorted(c.axis for c in found if c.phase == "parameter") == ["dp", "dp", "tp"]
 
 
 def test_what_changes_on_both_axes_is_reduced_over_both_at_once() -> None:
