@@ -29,7 +29,7 @@ from fxpar.ir.program import (
 )
 from fxpar.ir.properties import Property
 from fxpar.ir.regions import BETWEEN_MODULES, Region, call_region
-from fxpar.ir.step import BACKWARD, PHASES, RECOMPUTE, WEIGHT
+from fxpar.ir.step import BACKWARD, PHASES, RECOMPUTE, WEIGHT, phase_of
 from fxpar.manager import register_pass
 from fxpar.ops.collectives import all_gather
 
@@ -82,7 +82,7 @@ def outline_layers(program: Program) -> Program:
     order, costs = _ordered(program), _costs(program)
     known: dict[Hashable, list[_Part]] = {}
     for phase in PHASES[:-1]:
-        nodes = [node for node in order if note(node).phase == phase]
+        nodes = [node for node in order if phase_of(node) == phase]  # and not what is sent once, in front of all
         for part in _parts(nodes, costs):
             known.setdefault((phase, part.text), []).append(part)
     classes = _named([alike for alike in known.values() if len(alike) > 1])

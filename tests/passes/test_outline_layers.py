@@ -178,6 +178,21 @@ def test_regions_do_not_grow_with_depth() -> None:
     assert [count for _, count in _shape(many).values()] == [3, 3]
 
 
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_gathers_in_front_of_a_step_cut_no_layer(shard: str) -> None:
+    """What travels there is waited for anywhere, and is no part: layers are called as without shards."""
+    shapes = []
+    for how in ("none", shard):
+        batch = {name: torch.cat([value, value[:1]]) for name, value in tokens().items()}
+        model = transformers.GPT2LMHeadModel(_gpt2(4)).train()
+        program = compile_model(model, batch, fxpar.Plan(dp=2, shard=how)).program
+        trained = [p.fqn for p in program.parameters if p.trainable]
+        shapes.append(
+            {name: calls for name, (_, calls) in _shape(compile_step(program, ("loss",), ("loss",), trained)).items()}
+        )
+    assert shapes[0] == shapes[1] == {"layer": 4, "layer_backward": 4}
+
+
 def _llama(layers: int) -> transformers.LlamaConfig:
     sizes: dict[str, Any] = {**SIZES, "num_hidden_layers": layers, "num_key_value_heads": 4}
     return transformers.LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **sizes)
