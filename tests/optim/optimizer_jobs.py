@@ -321,18 +321,19 @@ def rates() -> list[float]:
     return moved
 
 
-def scaled(mesh: tuple[str, int, int], unscales: bool, nonfinite: str) -> Found:
-    """Steps in float16 with a scaler whose first scale overflows."""
+def scaled(mesh: tuple[str, int, int], how: str, nonfinite: str) -> Found:
+    """Steps in float16 with a scaler whose first scale overflows; `inside` of `train_step`, or `unscaled` before."""
     model = module(*mesh, precision="fp16")
     optimizer = made(model, "adamw", nonfinite=nonfinite)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=100)
     part, scales = mine(model, batches(2)), []
     for _ in range(16):
-        model.train_step(part, scaler=scaler)
-        if unscales:
+        model.train_step(part, scaler=scaler, optimizer=optimizer if how == "inside" else None)
+        if how == "unscaled":
             scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
+        if how != "inside":
+            scaler.step(optimizer)
+            scaler.update()
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
     steps = {float(s["step"]) for s in optimizer.state.values() if "step" in s}

@@ -231,13 +231,13 @@ def test_rates_of_a_loaded_state_reach_a_replayed_step() -> None:
 
 
 @pytest.mark.parametrize("nonfinite", ["ignore", "raise"])
-@pytest.mark.parametrize("unscales", [False, True])
-def test_a_scaler_skips_steps_that_overflow(unscales: bool, nonfinite: str) -> None:
-    found = jobs.scaled(ONE, unscales, nonfinite)
+@pytest.mark.parametrize("how", ["plain", "unscaled", "inside"])
+def test_a_scaler_skips_steps_that_overflow(how: str, nonfinite: str) -> None:
+    found = jobs.scaled(ONE, how, nonfinite)
     skipped = sum(after < before for before, after in zip([2.0**24, *found["scales"]], found["scales"], strict=False))
     assert skipped > 2
     assert found["steps"] == {16.0 - skipped}
-    other = jobs.scaled(ONE, not unscales, "ignore")
+    other = jobs.scaled(ONE, "unscaled", "ignore")
     assert_same(found["state"], other["state"], 1e-6)
 
 
