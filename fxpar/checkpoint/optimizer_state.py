@@ -230,9 +230,8 @@ def restore(
 
 def _memory(optimizer: Optimizer, parameter: Tensor, key: str, dtype: torch.dtype) -> Tensor:
     """Returns memory for a state like its parameter: of the optimizer's choice, which may be the host's."""
-    if isinstance(optimizer, ClippingOptimizer):
-        return optimizer.empty_state(parameter, key, dtype)
-    return torch.empty_like(parameter.detach(), dtype=dtype, requires_grad=False)
+    known = optimizer.empty_state(parameter, key) if isinstance(optimizer, ClippingOptimizer) else None
+    return torch.empty_like(parameter.detach(), dtype=dtype, requires_grad=False) if known is None else known
 
 
 def _restore_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:

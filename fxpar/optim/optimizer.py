@@ -31,8 +31,8 @@ ALGORITHMS: dict[str, Kind] = {
     "muon": Muon,
     "sgd": torch.optim.SGD,
 }
-# Make of an element what other elements say, or are called several times a step.
-_MIXING = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, torch.optim.SparseAdam)
+# Make of an element what other elements say.
+_MIXING = (torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
 _NONFINITE = ("ignore", "skip", "raise")
 # How torch computes a step, and not what.
 _WAYS = ("foreach", "fused", "differentiable")
@@ -227,7 +227,7 @@ class Optimizer(ClippingOptimizer):
         last = [name for name, is_bad in zip(order, bad.tolist(), strict=True) if is_bad][-1:]
         return last[0] if last else None
 
-    def empty_state(self, parameter: Tensor, key: str, dtype: torch.dtype) -> Tensor:
+    def empty_state(self, parameter: Tensor, key: str) -> Tensor | None:
         """Implements `ClippingOptimizer`: what it steps itself.
 
         Raises:
@@ -242,7 +242,7 @@ class Optimizer(ClippingOptimizer):
                 where="a loaded state of the optimizer",
                 remedy="make the optimizer with main_weights=True",
             )
-        return super().empty_state(parameter, key, dtype)
+        return None
 
     # ------------------------------------------------------------------ what torch's optimizers have
 

@@ -77,7 +77,7 @@ class _Slice:
 
 @dataclass
 class _Flat:
-    """All parameters of one type, of which the same is kept.
+    """All parameters of one type and with the same state.
 
     Attributes:
         entries: in order.
@@ -101,7 +101,8 @@ class ChunkedStep:
         offload: whether the host has the state.
 
     Raises:
-        InputError: the host has too little memory, or the class makes its state before its first step.
+        InputError: the host has too little memory, or the class makes its state before its first step or mixes
+            elements.
     """
 
     def __init__(
@@ -117,6 +118,8 @@ class ChunkedStep:
         self.state: dict[Tensor, dict[str, Any]] = {}
         self._device = device
         self._step, _ = _probe(kind, groups[0], torch.float32, device)
+        for group in groups:
+            _check_elements(kind, group, device)
         self._step_supports_amp_scaling = getattr(self._step, "_step_supports_amp_scaling", False)
         self._flats = list(self._sorted(kind, main_weights, offload))
         self._entries = {entry.parameter: (flat, entry) for flat in self._flats for entry in flat.entries}
@@ -149,7 +152,7 @@ class ChunkedStep:
     def _state_types(
         self, kind: Kind, group: dict[str, Any], dtype: torch.dtype, main_weights: bool
     ) -> dict[str, torch.dtype]:
-        """Returns the types of what is kept of each element of parameters, by key."""
+        """Returns the types of the state of an element, by key."""
         is_main = main_weights and dtype in (torch.bfloat16, torch.float16)
         _, state = _probe(kind, group, torch.float32 if is_main else dtype, self._device)
         kinds = {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == (2,)}
@@ -354,6 +357,32 @@ def _probe(
     parameter.grad = torch.zeros_like(parameter)
     step.step()
     return step, step.state[parameter]
+
+
+def _check_elements(kind: Kind, group: Mapping[str, Any], device: torch.device) -> None:
+    """Refuses a class whose steps of a parameter are others than those of its two halves.
+
+    Raises:
+        InputError: they are, as where a rate follows the norm of a parameter.
+    """
+    options = taken(kind, group)
+    options |= {"lr": 0.1} if "lr" in options else {}  # schedules may begin with 0, which shows nothing
+    values = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.25, -0.125], device=device)
+
+    def stepped(start: int, stop: int) -> Tensor:
+        parameter = values[start:stop].clone().requires_grad_()
+        step = kind([parameter], **options)
+        for factor in (0.5, -2.0):
+            parameter.grad = factor * values[start:stop].square()
+            step.step()
+        return parameter.detach()
+
+    if not torch.allclose(stepped(0, 6), torch.cat([stepped(0, 3), stepped(3, 6)]), rtol=1e-4):
+        raise InputError(
+            "makes other steps of a parameter than of its parts",
+            where=kind.__name__,
+            remedy="pass neither offload nor main_weights, or an element-wise algorithm such as adamw",
+        )
 
 
 def _chunks(entries: Sequence[_Parameter]) -> list[tuple[int, int, list[_Slice]]]:

@@ -57,13 +57,13 @@ class ClippingOptimizer(Optimizer):
     norm: Tensor | None
     waits_for_host: bool
 
-    def empty_state(self, parameter: Tensor, key: str, dtype: torch.dtype) -> Tensor:
-        """Returns memory like a parameter for a state that is to be loaded, of undefined values.
+    def empty_state(self, parameter: Tensor, key: str) -> Tensor | None:
+        """Returns memory like a parameter for a state that is to be loaded; None where it is to lie beside it.
 
         Args:
             key: of the state.
         """
-        return torch.empty_like(parameter.detach(), dtype=dtype, requires_grad=False)
+        return None
 
 
 def check_norm(max_norm: Any) -> None:

@@ -25,6 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "adam": {"lr": 1e-2, "eps": 1e-6, "weight_decay": 0.1, "amsgrad": True},
     "sgd": {"lr": 1e-1, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.5},
 }
+STATE = ("exp_avg", "exp_avg_sq", "main")
 CLASSES = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
 
@@ -224,6 +225,10 @@ def resumed(folder: Path, mesh: tuple[str, int, int], steps: int = 0, **options:
     for _ in range(steps):
         model.train_step(parts, optimizer=optimizer)
     model.resume_training(folder, optimizer)
+    if options.get("offload"):  # the state was read into the memory that is stepped, of which the host has one
+        for parameter, state in optimizer.state.items():
+            places: list[Any] = [optimizer.empty_state(parameter, key) for key in STATE]
+            assert [place.data_ptr() for place in places] == [state[key].data_ptr() for key in STATE]
     return _follow(model, optimizer, parts)
 
 

@@ -300,6 +300,16 @@ def made(*args: Any, **options: Any) -> Callable[[ParallelModule], object]:
     return lambda module: fxpar.Optimizer(module, *args, **options)
 
 
+class Lars(torch.optim.SGD):
+    """Makes steps of a length that follows a parameter's norm."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                parameter.sub_(parameter.grad, alpha=float(group["lr"]) * float(parameter.norm()))
+
+
 class Eager(torch.optim.Adagrad):
     """Makes its state at once."""
 
@@ -350,6 +360,7 @@ REFUSED: dict[str, tuple[Callable[[ParallelModule], object], str]] = {
         made("muon", groups={lambda name, parameter: parameter.ndim < 2: {"algorithm": "adamw"}}, offload=True),
         "algorithm Muon: steps whole matrices, and not chunks of elements",
     ),
+    "parts of a norm": (made(Lars, lr=0.0, offload=True), "Lars: makes other steps of a parameter than of its parts"),
     "early state": (made(Eager, offload=True), "Eager: makes its state before its first step"),
     "main weights of float32": (made(main_weights=True), "main_weights: no parameter is in half precision"),
     "state that is new": (_with_momentum, "an option of a parameter group: needs a state momentum_buffer now"),
