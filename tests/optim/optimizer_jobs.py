@@ -241,12 +241,12 @@ def _follow(model: ParallelModule, optimizer: Any, parts: Any) -> Found:
 
 
 def poisoned(mesh: tuple[str, int, int], nonfinite: str, kind: type[nn.Module] = models.Tiny, **more: Any) -> Found:
-    """One step in which the last rank, or a stage, has a NaN in its part of one gradient, and one after it."""
+    """One step in which the last rank, or a stage, has a NaN in its part of two gradients, and one after it."""
     model = build(*mesh, kind=kind, **more)
     optimizer = fxpar.Optimizer(model, lr=1e-2, nonfinite=nonfinite, max_norm=0.5)
     is_last = "pp" in more or not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
     bad = "up.weight" if kind is models.Tiny else "down.2.weight"
-    parameter = dict(model.named_parameters()).get(bad)
+    named = dict(model.named_parameters())
     is_on = [True]
 
     def poison(gradient: Tensor) -> Tensor | None:
@@ -256,7 +256,7 @@ def poisoned(mesh: tuple[str, int, int], nonfinite: str, kind: type[nn.Module] =
         local_of(gradient).view(-1)[-1] = math.nan
         return gradient
 
-    if parameter is not None:
+    for parameter in (named[name] for name in ("embed.weight", bad) if name in named):
         parameter.register_hook(poison)
     part = mine(model, batches(2))
     before = model.full_state_dict()
