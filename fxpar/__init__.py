@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from fxpar.checkpoint.safetensors_files import Checkpoint as Checkpoint
     from fxpar.errors import FxparError as FxparError
     from fxpar.ir.program import Program as Program
+    from fxpar.loop.perplexity import cloze_accuracy as cloze_accuracy
+    from fxpar.loop.perplexity import perplexity as perplexity
     from fxpar.manager import PassManager as PassManager
     from fxpar.manager import register_pass as register_pass
     from fxpar.optim.optimizer import Optimizer as Optimizer
@@ -47,8 +49,10 @@ _WHERE = {
     "Plan": "fxpar.plan.plan",
     "Program": "fxpar.ir.program",
     "Recompute": "fxpar.plan.plan_options",
+    "cloze_accuracy": "fxpar.loop.perplexity",
     "materialize": "fxpar.checkpoint.initial",
     "parallelize": "fxpar.api",
+    "perplexity": "fxpar.loop.perplexity",
     "prefetch": "fxpar.api",
     "register_pass": "fxpar.manager",
     "register_rule": "fxpar.rules",

@@ -1,0 +1,1 @@
+"""The training loop and evaluation: what is around steps."""
