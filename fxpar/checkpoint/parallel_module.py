@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from fxpar.checkpoint.async_save import AsyncSaver
 from fxpar.checkpoint.initial import Loading, load, parts
 from fxpar.checkpoint.safetensors_files import Checkpoint
 from fxpar.checkpoint.state_dicts import (
@@ -23,8 +24,14 @@ from fxpar.checkpoint.state_dicts import (
     save_checkpoint,
     sharded_state_dict,
 )
-from fxpar.checkpoint.training_saves import TrainingObjects, TrainingProgress, resume_training, save_training
-from fxpar.errors import InputError
+from fxpar.checkpoint.training_saves import (
+    TrainingObjects,
+    TrainingProgress,
+    begin_save,
+    resume_training,
+    write_together,
+)
+from fxpar.errors import InputError, shown
 from fxpar.ir.step import main_dtype
 from fxpar.runtime.module import RankModule
 from fxpar.runtime.rank_consensus import together_at_once
@@ -54,10 +61,12 @@ class ParallelModule(RankModule):
         saved_names: the keys of the unsplit model's state dict, in order.
         line: the ranks of its pipeline; None without one.
         loading: the memory that placing this rank's weights took.
+        saver: writes its asynchronous saves.
     """
 
     line: PipelineRanks | None
     loading: Loading
+    saver: AsyncSaver
 
     def _rank_tensors(self, model: nn.Module | None = None) -> RankTensors:
         """Returns what this rank holds.
@@ -153,6 +162,7 @@ class ParallelModule(RankModule):
         scaler: torch.amp.GradScaler | None = None,
         keep: int = 2,
         shard_size: int | str = "5GB",
+        async_save: bool = False,
     ) -> Path:
         """Saves, between two steps, all that `resume_training` needs to continue as if nothing had happened.
 
@@ -161,9 +171,12 @@ class ParallelModule(RankModule):
         the earlier ones stay intact. All ranks must call it, with one folder that all of them see.
 
         Args:
-            position: where in the data the training is, made of numbers, strings, lists and dicts.
+            position: where in the data the training is, made of numbers, strings, lists and dicts. If it is an integer,
+                or a dict with the integer `step`, the folder's name ends with it.
             keep: how many saves stay in the folder.
             shard_size: see `save_checkpoint`.
+            async_save: copy to memory of the host and return: a thread writes while the training goes on. The save
+                counts when all ranks have written; `wait_for_save` waits for that, as the next save does.
 
         Returns:
             The folder of this save, from which `from_pretrained` and `load_checkpoint` read the weights.
@@ -173,9 +186,32 @@ class ParallelModule(RankModule):
                 the folder cannot be written, or is not the same on all ranks.
             InputError: an option or object is of the wrong type, or trainings differ between ranks.
         """
+        agree = self.world.agreement.agree
+        self.saver.wait(agree)
+        if type(async_save) is not bool:
+            remedy = "pass True or False"
+            raise InputError(f"must be a bool, got {shown(async_save)}", where="async_save", remedy=remedy)
+        agree({"async_save": str(async_save)}, "pass the same on all ranks")
         objects, progress = TrainingObjects(optimizer, scheduler, scaler), TrainingProgress(self.step, position)
         model = (self._programs.skeleton, self.plan)
-        return save_training(self._rank_tensors(), *model, folder, objects, progress, keep, shard_size)
+        save = begin_save(self._rank_tensors(), *model, folder, objects, progress, keep, shard_size)
+        if async_save:
+            self.saver.start(save)
+        else:
+            write_together(save, agree)
+        return save.path
+
+    @together_at_once
+    def wait_for_save(self) -> Path | None:
+        """Waits until the asynchronous save that is under way counts. All ranks must call it.
+
+        Returns:
+            Its folder; None where no save is under way.
+
+        Raises:
+            CheckpointError: it could not be written. The saves before it are there.
+        """
+        return self.saver.wait(self.world.agreement.agree)
 
     @together_at_once
     def resume_training(
@@ -184,6 +220,7 @@ class ParallelModule(RankModule):
         optimizer: torch.optim.Optimizer,
         scheduler: Any = None,
         scaler: torch.amp.GradScaler | None = None,
+        missing: Literal["raise", "start"] = "raise",
     ) -> Any:
         """Loads the last save in a folder, or the save that `folder` itself is, under any plan of the same seed.
 
@@ -193,17 +230,20 @@ class ParallelModule(RankModule):
             optimizer: of the class and with the parameter groups that were saved; its state is replaced.
             scheduler: of the class that was saved; its state is replaced.
             scaler: of the class that was saved; its state is replaced.
+            missing: "start" to begin anew where the folder holds no save; "raise" refuses that.
 
         Returns:
-            The position that was saved.
+            The position that was saved; None where there was no save.
 
         Raises:
             CheckpointError: there is no save, it is damaged, or what was saved does not fit; nothing is loaded then.
             InputError: an object is of the wrong type, or ranks have different saves.
         """
-        progress = resume_training(
-            self._rank_tensors(), folder, TrainingObjects(optimizer, scheduler, scaler), self.plan.seed
-        )
+        self.saver.wait(self.world.agreement.agree)
+        objects = TrainingObjects(optimizer, scheduler, scaler)
+        progress = resume_training(self._rank_tensors(), folder, objects, self.plan.seed, missing)
+        if progress is None:
+            return None
         self.step = progress.step
         return progress.position
 
@@ -214,7 +254,9 @@ def local_weights(module: ParallelModule, model: nn.Module, checkpoint: Checkpoi
     Args:
         model: the unsplit one, with values or of the meta device.
     """
+    alarm = module.world.agreement.alarm
     module.line, module.loading = _pipeline_ranks(module, model), Loading()
+    module.saver = AsyncSaver(module.world.device, lambda: alarm.first is not None)
     weights, dtype = module._rank_tensors(model), main_dtype(module.plan)
     return parts(model, weights, module.plan.seed, module.world.device, dtype, checkpoint, module.loading)
 

@@ -14,7 +14,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,12 +180,15 @@ class BoxFile:
         except FileNotFoundError:
             return False
 
-    def write(self, boxes_of: Mapping[str, Sequence[Box]], parts: Mapping[str, Tensor]) -> list[tuple[str, Box, int]]:
-        """Writes boxes of a rank's parts to the disk; returns each with its checksum. OSError where that cannot be."""
+    def write(self, blocks: Iterable[tuple[str, Box, Tensor]]) -> list[tuple[str, Box, int]]:
+        """Writes blocks of tensors to the disk; returns them with their checksums. OSError where that cannot be.
+
+        Args:
+            blocks: the name of the tensor, the place of the block in it, and its values.
+        """
         rows = []
         with self.path.open("r+b", buffering=0) as file:
-            for name, box in ((name, box) for name, name_boxes in boxes_of.items() for box in name_boxes):
-                values = box.within(parts[name]) if box.sizes else parts[name]
+            for name, box, values in blocks:
                 elements: Any = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                 content = memoryview(elements)
                 done = 0

@@ -370,10 +370,22 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def save_configuration(path: Path, model: nn.Module, tensors: Iterable[Tensor]) -> None:
-    """Writes the configuration of a model of transformers. OSError where that cannot be."""
+    """Writes the configuration of a model of transformers, that of its generation too. OSError where that cannot be.
+
+    Raises:
+        CheckpointError: the author's generation configuration contradicts itself.
+    """
     # A copy, because the author's configuration keeps its element type and architectures.
     config: Any = copy.deepcopy(getattr(model, "config", None))
     if hasattr(config, "save_pretrained"):
         config.architectures = [type(model).__name__]
         config.dtype = next((value.dtype for value in tensors if value.is_floating_point()), None)
         config.save_pretrained(path)
+    generation: Any = getattr(model, "generation_config", None)
+    if hasattr(generation, "save_pretrained"):
+        try:
+            generation.save_pretrained(path)
+        except ValueError as error:
+            reason = f"transformers refuses to save it: {' '.join(str(error).split())}"
+            remedy = "mend it before parallelize, or set it to None"
+            raise CheckpointError(reason, where="model.generation_config", remedy=remedy) from error

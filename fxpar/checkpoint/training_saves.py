@@ -3,7 +3,7 @@
 A save is a folder with safetensors under the author's names (`model`, which transformers' `from_pretrained` reads, and
 `optimizer.KEY` for each state) and `training.json`. Every rank writes and reads its own parts, and nothing depends on
 the plan. A save is there whole or not at all: it is written to `saving-…`, and one rename by rank 0 to
-`training-00000001` and on makes it count.
+`training-00000001` and on makes it count; the number of the step follows where the position names it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from fxpar.checkpoint.safetensors_files import (
     split_files,
     writable,
 )
-from fxpar.checkpoint.state_dicts import RankTensors, save_configuration, saved_once
+from fxpar.checkpoint.state_dicts import Agree, RankTensors, save_configuration, saved_once
 from fxpar.errors import CheckpointError, InputError, shown
 from fxpar.layout.layout import Layout
 from fxpar.layout.shards import Box, boxes
@@ -47,8 +47,8 @@ from fxpar.runtime.sharded import local_of
 VERSION = 2
 _WEIGHTS = "model"
 _DOCUMENT = "training.json"
-_COMPLETE = re.compile(r"training-(\d{8})")
-_LEFTOVER = re.compile(r"(saving|removing)-\d{8}")
+_COMPLETE = re.compile(r"training-(\d{8})(-step-\d+)?")
+_LEFTOVER = re.compile(r"(saving|removing)-\d{8}(-step-\d+)?")
 # Seconds in which what one machine wrote is seen by the others.
 _DELAY = 10.0
 
@@ -73,7 +73,58 @@ class TrainingProgress:
 # ---------------------------------------------------------------------- saving
 
 
-def save_training(
+@dataclass(frozen=True)
+class BegunSave:
+    """A save whose files are there without values.
+
+    Attributes:
+        fresh: its folder until it counts.
+        content: of its document.
+        blocks: what this rank writes, by file: the name of a tensor, the place of a block in it, and its values.
+        keep: how many saves stay.
+    """
+
+    fresh: Path
+    content: Mapping[str, Any]
+    blocks: Sequence[tuple[BoxFile, Sequence[tuple[str, Box, Tensor]]]]
+    keep: int
+    rank: int
+
+    @property
+    def path(self) -> Path:
+        """Returns its folder once it counts."""
+        return _complete(self.fresh)
+
+    @property
+    def is_written(self) -> bool:
+        """Tells whether all ranks have written their blocks, as far as this rank sees."""
+        return all((self.fresh / _checks(rank)).is_file() for rank in range(self.content["ranks"]))
+
+    def write(self) -> None:
+        """Writes this rank's blocks, and a document of their checksums when all are on the disk.
+
+        Raises:
+            CheckpointError: they cannot be written.
+        """
+        with writable(self.fresh):
+            checks = {}
+            for file, blocks in self.blocks:
+                if blocks and not _appears(file.path):
+                    raise _not_shared(self.fresh.parent)
+                rows = file.write(blocks) if blocks else []
+                checks[file.path.name] = [[name, box.offsets, box.sizes, check] for name, box, check in rows]
+            path = self.fresh / _checks(self.rank)
+            _write_synced(path.with_suffix(".part"), _sealed({"files": checks}))
+            # Whoever sees it sees all of it.
+            path.with_suffix(".part").rename(path)
+
+    def complete(self) -> None:
+        """Makes the save count, and removes older ones. Rank 0 calls it when all ranks have written."""
+        _check_written(self.fresh, self.content)
+        _finish(self.fresh, _sealed(self.content), self.keep)
+
+
+def begin_save(
     weights: RankTensors,
     model: nn.Module,
     plan: Plan,
@@ -82,8 +133,8 @@ def save_training(
     progress: TrainingProgress,
     keep: int,
     shard_size: int | str,
-) -> Path:
-    """Writes a save; returns its folder. See `ParallelModule.save_training`.
+) -> BegunSave:
+    """Creates the files of a save. A collective call. See `ParallelModule.save_training`.
 
     Args:
         model: the unsplit one, for its `config`.
@@ -111,25 +162,33 @@ def save_training(
     }
     facts = {key: _fact(value) for key, value in content.items()}
     if weights.rank == 0:
-        fresh = _begin(root)
+        fresh = _begin(root, _step_of(progress.position))
         _create_files(fresh, content, specs)
         with writable(fresh):
             save_configuration(fresh, model, saved.values())
     weights.agree(facts, "train alike on every rank, and pass the same position")
     fresh = fresh if weights.rank == 0 else _begun(root)
-    with writable(fresh):
-        checks = {
-            file.path.name: _write(weights, file, tensors[kind])
-            for kind, files in _files(fresh, content).items()
-            for file in files
-        }
-        _write_synced(fresh / _checks(weights.rank), _sealed({"files": checks}))
-    weights.agree({}, "")  # all have written
-    if weights.rank == 0:
-        _check_written(fresh, content)
-        _finish(fresh, _sealed(content), keep)
-    weights.agree({}, "")  # it counts
-    return _complete(fresh)
+    blocks = [
+        (file, _blocks(weights, file, tensors[kind]))
+        for kind, files in _files(fresh, content).items()
+        for file in files
+    ]
+    return BegunSave(fresh, content, blocks, keep, weights.rank)
+
+
+def write_together(save: BegunSave, agree: Agree) -> None:
+    """Writes a save and makes it count. A collective call."""
+    save.write()
+    agree({}, "")  # all have written
+    if save.rank == 0:
+        save.complete()
+    agree({}, "")  # it counts
+
+
+def _step_of(position: Any) -> int | None:
+    """Returns the number of a step that a position names, if it does: it is in the name of the save."""
+    step = position.get("step") if isinstance(position, dict) else position
+    return step if type(step) is int and step >= 0 else None
 
 
 def _files_document(kind: str, specs: Mapping[str, Spec], limit: int) -> dict[str, Any]:
@@ -185,18 +244,14 @@ def _fact(value: Any) -> str:
     return text if len(text) < 60 else hashlib.sha256(text.encode()).hexdigest()
 
 
-def _write(weights: RankTensors, file: BoxFile, tensors: Mapping[str, Tensor]) -> list[Any]:
-    """Writes this rank's boxes of a file; returns each with its checksum."""
-    entries = weights.entries()
-    local_boxes = {
-        name: _written_boxes(weights, name, spec) for name, spec in file.specs.items() if weights.counts(entries[name])
-    }
-    if not any(local_boxes.values()):
-        return []
-    if not _appears(file.path):
-        raise _not_shared(file.path.parent)
-    parts = {name: local_of(tensors[name]) for name, name_boxes in local_boxes.items() if name_boxes}
-    return [[name, box.offsets, box.sizes, check] for name, box, check in file.write(local_boxes, parts)]
+def _blocks(weights: RankTensors, file: BoxFile, tensors: Mapping[str, Tensor]) -> list[tuple[str, Box, Tensor]]:
+    """Returns the blocks of a file's tensors that this rank writes, as views."""
+    entries, blocks = weights.entries(), []
+    for name, spec in file.specs.items():
+        for box in _written_boxes(weights, name, spec) if weights.counts(entries[name]) else ():
+            part = local_of(tensors[name]).detach()
+            blocks.append((name, box, box.within(part) if box.sizes else part))
+    return blocks
 
 
 def _written_boxes(weights: RankTensors, name: str, spec: Spec) -> list[Box]:
@@ -260,9 +315,17 @@ def _unsealed(path: Path) -> Any:
 # ---------------------------------------------------------------------- resuming
 
 
-def resume_training(weights: RankTensors, folder: str | Path, objects: TrainingObjects, seed: int) -> TrainingProgress:
+def resume_training(
+    weights: RankTensors, folder: str | Path, objects: TrainingObjects, seed: int, missing: str
+) -> TrainingProgress | None:
     """Resumes from the last save of a folder, or from a certain one; see `ParallelModule.resume_training`."""
-    path = _newest(folder_of(folder))
+    if missing not in ("raise", "start"):
+        remedy = 'pass "raise", or "start" to begin anew'
+        raise InputError(f"must be raise or start, got {shown(missing)}", where="missing", remedy=remedy)
+    path = _newest(folder_of(folder), missing == "start")
+    weights.agree({"the save": path.name if path else "none"}, "give every rank the same folder")
+    if path is None:
+        return None
     content = _unsealed(path / _DOCUMENT)
     if content.get("version") != VERSION:
         raise CheckpointError(
@@ -270,7 +333,7 @@ def resume_training(weights: RankTensors, folder: str | Path, objects: TrainingO
             where=str(path),
             remedy="resume with the fxpar that saved it",
         )
-    weights.agree({"the save": path.name, "its content": _fact(content)}, "give every rank the same folder")
+    weights.agree({"its content": _fact(content)}, "give every rank the same folder")
     _check_fits(weights, path, content, objects, seed)
     _check_files(weights, path, content)
     weights.agree({}, "")  # no rank has an objection
@@ -359,8 +422,8 @@ def _completed(folder: Path) -> list[Path]:
     return sorted(saves)
 
 
-def _newest(folder: Path) -> Path:
-    """Returns the last save.
+def _newest(folder: Path, may_miss: bool) -> Path | None:
+    """Returns the last save; None where there is none and that may be.
 
     Raises:
         CheckpointError: there is none.
@@ -370,6 +433,8 @@ def _newest(folder: Path) -> Path:
     saves = _completed(folder)
     if saves:
         return saves[-1]
+    if may_miss:
+        return None
     is_there = folder.is_dir()
     raise CheckpointError(
         "holds no completed save" if is_there else "there is no such folder",
@@ -378,7 +443,7 @@ def _newest(folder: Path) -> Path:
     )
 
 
-def _begin(folder: Path) -> Path:
+def _begin(folder: Path, step: int | None) -> Path:
     """Removes what killed saves left and creates the folder of the next one. Rank 0 calls it."""
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -386,8 +451,8 @@ def _begin(folder: Path) -> Path:
             if _LEFTOVER.fullmatch(path.name):
                 shutil.rmtree(path)
         known = _completed(folder)
-        number = int(known[-1].name[-8:]) + 1 if known else 1
-        fresh = folder / f"saving-{number:08d}"
+        number = int(known[-1].name.split("-")[1]) + 1 if known else 1
+        fresh = folder / (f"saving-{number:08d}" + ("" if step is None else f"-step-{step}"))
         fresh.mkdir()
     return fresh
 

@@ -140,7 +140,7 @@ class ChunkedStep:
         counts = {kinds: sum(local_of(p).numel() for _, p in some) for kinds, some in by_kind.items()}
         if offload:
             check_host(sum(count * k.itemsize for (_, kinds), count in counts.items() for _, k in kinds))
-        make = _on_host if offload and self._device.type == "cuda" else _on_device
+        make = registered_memory if offload and self._device.type == "cuda" else _on_device
         for (dtype, kinds), some in by_kind.items():
             values = {key: make(counts[dtype, kinds], kind_of, self._device) for key, kind_of in kinds}
             entries, start = [], 0
@@ -461,7 +461,7 @@ def _on_device(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=dtype, device=device)
 
 
-def _on_host(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def registered_memory(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns memory that a GPU can copy from and to by itself.
 
     It is registered: torch rounds pinned memory up to a power of two.

@@ -96,6 +96,45 @@ def test_a_save_killed_on_two_ranks_leaves_the_last_one(tmp_path: Path, part: in
     assert_survives(tmp_path / "killed", moment, rank, 2)
 
 
+@pytest.mark.parametrize("precision", ["as_is", pytest.param("bf16", marks=pytest.mark.matrix)])
+def test_steps_beside_a_save_are_not_in_it(world2: World, tmp_path: Path, precision: str) -> None:
+    for rank in world2.run(jobs.beside_steps, tmp_path, precision):
+        assert not rank["early"]
+        path, waited = rank["paths"]
+        assert path == waited
+        assert path.name == "training-00000001-step-2"
+        assert rank["beside"].keys() == rank["at once"].keys()
+        assert all(torch.equal(value, rank["at once"][name]) for name, value in rank["beside"].items())
+
+
+def test_a_save_counts_by_itself_and_the_next_waits_for_it(world2: World, tmp_path: Path) -> None:
+    for names in world2.run(jobs.by_itself, tmp_path):
+        assert names == ["training-00000001-step-1", "training-00000002-step-1"]
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.matrix)])
+def test_a_full_disk_leaves_the_last_save(world2: World, tmp_path: Path, rank: int) -> None:
+    for number, errors in enumerate(world2.run(jobs.on_full_disk, tmp_path, rank)):
+        assert len(errors) == 2
+        assert all("No space left" in error for error in errors), number
+    assert [path.name for path in tmp_path.glob("training-*")] == ["training-00000001-step-1"]
+
+
+def test_a_training_begins_anew_where_nothing_is_saved(tmp_path: Path) -> None:
+    training = Training()
+    training.steps(1)
+    before = training.model.full_state_dict()
+    objects = (training.optimizer, training.scheduler)
+    assert training.model.resume_training(tmp_path / "none", *objects, missing="start") is None
+    (tmp_path / "training-00000001").mkdir()  # not a save: it has no document
+    refused(lambda: training.model.resume_training(tmp_path, *objects, missing="start"), "training.json")
+    assert all(torch.equal(value, before[n]) for n, value in training.model.full_state_dict().items())
+    with pytest.raises(InputError, match="missing"):
+        training.model.resume_training(tmp_path, *objects, missing="begin")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="async_save"):
+        training.model.save_training(tmp_path, *objects, async_save="yes")  # type: ignore[arg-type]
+
+
 def test_every_kind_of_optimizer_goes_on(world2: World, tmp_path: Path) -> None:
     for found in (jobs.with_optimizers(tmp_path / "1"), *world2.run(jobs.with_optimizers, tmp_path / "2")):
         assert found.keys() >= jobs.OPTIMIZERS.keys() - {"Rprop"}

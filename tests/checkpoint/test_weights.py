@@ -87,7 +87,8 @@ def test_exports_are_read_by_transformers_and_by_other_plans(world2: World, worl
     expected = reference("llama").state_dict()
     for results in world2.run(weight_jobs.export, "llama", folder, LIMIT):
         assert_equal_states(results["state"], expected)
-        assert {"config.json", "model.safetensors.index.json", "model-00001-of-00009.safetensors"} <= {
+        configurations = {"config.json", "generation_config.json"}
+        assert configurations | {"model.safetensors.index.json", "model-00001-of-00009.safetensors"} <= {
             *results["files"]
         }
         # The blocks of two ranks and the whole of one tensor, and one file.
@@ -100,6 +101,19 @@ def test_exports_are_read_by_transformers_and_by_other_plans(world2: World, worl
     assert_equal_states(loaded.state_dict(), expected)
     for results in world4.run(weight_jobs.read_back, "llama", folder):
         assert_equal_states(results, expected)
+
+
+def test_how_a_model_generates_is_exported_or_refused(tmp_path: Path) -> None:
+    model = reference("gpt2")
+    model.generation_config.max_new_tokens = 7
+    fxpar.parallelize(model, fxpar.Plan(), weight_jobs.batch("gpt2")).save_checkpoint(tmp_path / "model")
+    assert transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "model").generation_config.max_new_tokens == 7
+    model.generation_config.update(temperature=0.5, do_sample=False)
+    refused = fxpar.parallelize(model, fxpar.Plan(), weight_jobs.batch("gpt2"))
+    with pytest.raises(CheckpointError, match="temperature.*; mend it before parallelize"):
+        refused.save_checkpoint(tmp_path / "refused")
+    model.generation_config = None
+    fxpar.parallelize(model, fxpar.Plan(), weight_jobs.batch("gpt2")).save_checkpoint(tmp_path / "mended")
 
 
 @pytest.mark.matrix

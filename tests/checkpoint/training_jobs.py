@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import load_file
 
 import fxpar
+from fxpar.checkpoint import safetensors_files
 from fxpar.checkpoint.parallel_module import ParallelModule
+from fxpar.errors import FxparError
 from fxpar.runtime.sharded import whole_of
 from tests.checkpoint import weight_jobs
 from tests.runtime import models
@@ -65,10 +74,10 @@ class Training:
             self.optimizer.zero_grad()
         return losses
 
-    def save(self, folder: Path) -> Path:
+    def save(self, folder: Path, async_save: bool = False) -> Path:
         """Saves all of it."""
-        position: Any = {"microbatch": self.position, "order": (1, 2)}
-        return self.model.save_training(folder, self.optimizer, self.scheduler, position)
+        position: Any = {"microbatch": self.position, "order": (1, 2), "step": self.position // self.MICRO}
+        return self.model.save_training(folder, self.optimizer, self.scheduler, position, async_save=async_save)
 
     def found(self, losses: list[float]) -> Found:
         """Losses and weights."""
@@ -113,6 +122,87 @@ def resumed_llama(folder: Path, steps: int, save: bool) -> list[float]:
     if save:
         model.save_training(folder, optimizer)
     return losses
+
+
+# ---------------------------------------------------------------------- asynchronous saves
+
+
+@contextlib.contextmanager
+def writes_wait(until: threading.Event) -> Iterator[None]:
+    """Lets no block of a file be written before an event, unless the disk is full: then it is set."""
+    write = safetensors_files._write_all
+
+    def waiting(descriptor: int, data: memoryview, offset: int) -> None:
+        assert until.wait(60)
+        write(descriptor, data, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors_files, "_write_all", waiting)
+        yield
+
+
+def no_space(descriptor: int, data: memoryview, offset: int) -> None:
+    """Fails as a write to a full disk does."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def beside_steps(folder: Path, precision: str) -> dict[str, Any]:
+    """What a save holds that is written after two more steps, and one that is written at once."""
+    training = Training(precision)
+    training.steps(2)
+    at_once = load_all(training.save(folder / "at once"))
+    may_write = threading.Event()
+    with writes_wait(may_write):
+        path = training.save(folder / "beside", async_save=True)
+        training.steps(2)
+        was_there = path.exists()
+        may_write.set()
+        waited = training.model.wait_for_save()
+    return {"at once": at_once, "beside": load_all(path), "early": was_there, "paths": (path, waited)}
+
+
+def load_all(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a save."""
+    return {
+        f"{file.name}:{name}": value for file in path.glob("*.safetensors") for name, value in load_file(file).items()
+    }
+
+
+def by_itself(folder: Path) -> list[str]:
+    """An asynchronous save that nobody waits for, until it counts, and the next one."""
+    training = Training()
+    training.steps(1)
+    path = training.save(folder, async_save=True)
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    training.save(folder, async_save=True)
+    training.save(folder, async_save=True)  # waits for the one before
+    names = sorted(name for name in os.listdir(folder) if name.startswith("training"))
+    training.model.wait_for_save()
+    return names
+
+
+def on_full_disk(folder: Path, rank: int) -> list[str]:
+    """Errors of saves while one rank's disk is full, and what is there after the next save."""
+    training = Training()
+    training.steps(1)
+    training.save(folder)
+    errors = []
+    for async_save in (False, True):
+        training.steps(1)
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if training.model.world.rank == rank:
+                patch.setattr(safetensors_files, "_write_all", no_space)
+            try:
+                training.save(folder, async_save=async_save)
+                training.model.wait_for_save()
+            except FxparError as error:
+                errors.append(str(error))
+        assert load_all(folder / "training-00000001-step-1")
+    return errors
 
 
 # ---------------------------------------------------------------------- killed saves

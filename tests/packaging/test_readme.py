@@ -46,7 +46,7 @@ def test_the_training_program_runs_on_two_processes_with_one_loss(world2: World,
     losses = {loss for text in texts for loss in re.findall(r"rank [01]: (loss \d+\.\d{4}, 29 tensors)", text)}
     assert len(losses) == 1, texts
     assert all(f"rank {rank}: loss" in text for rank, text in enumerate(texts))
-    assert {folder.name for folder in (tmp_path / "saves").iterdir()} >= {"training-00000003"}
+    assert {folder.name for folder in (tmp_path / "saves").iterdir()} >= {"training-00000003-step-2"}
 
 
 def _commands() -> list[list[str]]:

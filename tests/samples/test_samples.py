@@ -106,8 +106,8 @@ def test_train_llama_learns_and_its_checkpoint_is_a_llama(
     assert float(rows[1][1]) < float(rows[0][1]) - 0.1
     assert f"saved to {tmp_path}" in text
     assert [folder.name for folder in sorted((tmp_path / "saves").iterdir())] == [
-        "training-00000001",
-        "training-00000002",
+        "training-00000001-step-2",
+        "training-00000002-step-4",
     ]
     # The whole model in transformers, with the sample's own evaluation.
     saved: Any = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
