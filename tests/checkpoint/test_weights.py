@@ -110,7 +110,7 @@ def test_how_a_model_generates_is_exported_or_refused(tmp_path: Path) -> None:
     assert transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "model").generation_config.max_new_tokens == 7
     model.generation_config.update(temperature=0.5, do_sample=False)
     refused = fxpar.parallelize(model, fxpar.Plan(), weight_jobs.batch("gpt2"))
-    with pytest.raises(CheckpointError, match="temperature.*; mend it before parallelize"):
+    with pytest.raises(CheckpointError, match=r"temperature.*; mend it before parallelize"):
         refused.save_checkpoint(tmp_path / "refused")
     model.generation_config = None
     fxpar.parallelize(model, fxpar.Plan(), weight_jobs.batch("gpt2")).save_checkpoint(tmp_path / "mended")
