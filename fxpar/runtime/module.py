@@ -127,13 +127,13 @@ class RankModule(LocalModel):
         is_list = type(batch) is list and not self._takes_lists
         count = 1 if is_list else self.plan.microbatches
         step = self._training.step(parts, count, options)
-        self._flags = StepFlags(step.norm, step.is_finite)
+        self._flags = StepFlags(step.norm, step.is_finite, self._training.volume)
         self._peer_memory.mark()
         return step.loss
 
     @property
     def step_flags(self) -> StepFlags:
-        """Returns what became of the last `train_step` with an optimizer, as tensors on the device, without a wait."""
+        """Returns what became of the last `train_step`: tensors stay on the device, so that nobody waits."""
         return self._flags
 
     @contextlib.contextmanager

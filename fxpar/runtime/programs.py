@@ -182,7 +182,7 @@ class Programs:
             sizes.totals[batch_symbol(compiled.program)] = sum(fitted.rows)
         if not compiled.admits(sizes.totals):
             _refuse_branch(sizes.totals)
-        call = BoundBatch(compiled, compiled.ready, inputs, sizes.shares, compiled.indices)
+        call = BoundBatch(compiled, compiled.ready, inputs, sizes.shares, compiled.indices, sizes.totals)
         if fitted.fills is not None:
             call = replace(call, fills=self._inputs(compiled, fitted.fills), unproven=fitted.unproven)
         if not fitted.rows:
@@ -251,7 +251,7 @@ class Programs:
         sizes = calls.sizes_of(compiled.program, inputs)
         if sizes is None or not compiled.admits(sizes.totals):
             return None
-        return BoundBatch(compiled, compiled.ready, inputs, sizes.shares, compiled.indices)
+        return BoundBatch(compiled, compiled.ready, inputs, sizes.shares, compiled.indices, sizes.totals)
 
     def _inputs(self, compiled: Compiled, batch: Any) -> dict[str, Tensor]:
         spec = compiled.captured.spec

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fxpar.cost.work import Volume
 from fxpar.errors import InputError, shown
 from fxpar.plan.plan import Plan
 from fxpar.runtime.bound_batch import BoundBatch, Written
@@ -32,15 +33,17 @@ from fxpar.runtime.world import World
 
 @dataclass(frozen=True)
 class StepFlags:
-    """Says what became of a step with an optimizer.
+    """Says what became of a step.
 
     Attributes:
         norm: the norm of all gradients before they were clipped, a scalar; None if they were not clipped.
         is_finite: whether the loss and the norm are finite, a bool scalar; None without an optimizer.
+        volume: samples, tokens and FLOPs of all its microbatches and data ranks, on the host.
     """
 
     norm: Tensor | None = None
     is_finite: Tensor | None = None
+    volume: Volume = Volume()  # noqa: RUF009 - it is frozen
 
 
 class ClippingOptimizer(Optimizer):
@@ -106,6 +109,7 @@ class Training:
 
     Attributes:
         load: of experts in the last step, on the device; None where no rank holds other experts than another.
+        volume: of the last step.
         budget: of the places for rows of experts; None where there are as many as rows may need.
     """
 
@@ -120,6 +124,7 @@ class Training:
         graphs: NoGraphs,
     ) -> None:
         self.load: Loads | None = None
+        self.volume = Volume()
         self.budget = None if plan.experts.recv_capacity_factor is None else Budget(plan, world)
         self._plan, self._world = plan, world
         self._runner, self._batches, self._random, self._graphs = runner, batches, random, graphs
@@ -204,6 +209,7 @@ class Training:
         if self._pipeline is not None:
             self._pipeline.prepare(calls)
         parameters, leaves = self._tensors.parameters, self._tensors.leaves
+        self.volume = sum((call.volume for call in calls), Volume())
         run = partial(self._run, parameters=parameters, options=options)
         number, gradients = self._random.step, [(leaf, leaf.grad) for leaf in leaves.values()] if self.budget else []
         # A call that the graphs refuse must draw nothing, or all later steps have other masks than without graphs.

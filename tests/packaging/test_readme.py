@@ -164,6 +164,7 @@ PROGRAMS = {
     "docs/dev/write-a-pass.md": 1,
     "docs/evaluation.md": 2,
     "docs/optimizers.md": 2,
+    "docs/training-loop.md": 1,
 }
 
 
