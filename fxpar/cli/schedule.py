@@ -219,7 +219,9 @@ class ScheduleRequest:
     ] = None
     file: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="a schedule of your own: a line for each rank, as in 0F0,0F1,0B0,0B1"),
+        typer.Option(
+            "--file", metavar="FILE", help="a schedule of your own: a line for each rank, as in 0F0,0F1,0B0,0B1"
+        ),
     ] = None
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -40,6 +41,29 @@ _COMMUNICATION = ("nccl", "ptop", "push_")
 _PEAKS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "B200": 2250e12}
 
 
+@dataclass(frozen=True)
+class _Ended:
+    """The steps that a record is about.
+
+    Attributes:
+        count: of steps.
+        numbers: their losses, then their norms, on the host.
+        event: after which the numbers are there; None if they are.
+        seconds: when the steps ended, on the clock of `perf_counter`; None if the event is to tell.
+        volume: of all of them.
+        fields: of the record, that are known on the host.
+        exposed: the same of the traced step, if it is one of them.
+    """
+
+    count: int
+    numbers: Tensor
+    event: torch.cuda.Event | None
+    seconds: float | None
+    volume: Volume
+    fields: Record
+    exposed: Record
+
+
 class Meter:
     """Gathers what steps leave, on rank 0; on other ranks it does nothing.
 
@@ -55,6 +79,7 @@ class Meter:
         self._losses: list[Tensor] = []
         self._norms: list[Tensor] = []
         self._volume, self._since = Volume(), time.perf_counter()
+        self._ended: _Ended | None = None
 
     def add(self, loss: Tensor, flags: StepFlags) -> None:
         """Takes what a step left. Nothing waits for the device, and no kernel is launched."""
@@ -63,8 +88,8 @@ class Meter:
             self._norms += [] if flags.norm is None else [flags.norm]
             self._volume += flags.volume
 
-    def record(self, step: int, samples: int, exposed: float | None = None) -> Record:
-        """Returns the metrics of the steps since the last record, which it waits for; empty on other ranks.
+    def end(self, step: int, samples: int, exposed: float | None = None) -> None:
+        """Ends what the next record is about, and has its numbers copied. Nothing waits.
 
         Args:
             step: the number of the last one.
@@ -72,29 +97,46 @@ class Meter:
             exposed: seconds of communication in the traced step that nothing hid.
         """
         if not self._is_first:
-            return {}
-        count = len(self._losses)
+            return
         tensors = [tensor.detach().double() for tensor in (*self._losses, *self._norms)]
-        numbers = torch.stack(tensors).tolist()  # the one copy
-        seconds = (time.perf_counter() - self._since) / count
-        device, volume = self._model.world.device, self._volume
-        norms = numbers[count:]
-        rate = volume.flops / (seconds * count * self._model.world.size)
-        record: Record = {
-            "step": step,
-            "samples": samples,
-            "loss": sum(numbers[:count]) / count,
+        numbers, event, now = torch.stack(tensors), None, time.perf_counter()
+        if numbers.is_cuda:
+            numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._model.world.device))
+        fields = {"step": step, "samples": samples, "lr": float(self._optimizer.param_groups[0]["lr"])}
+        exposed_fields = {} if exposed is None else {"exposed_seconds": exposed}
+        self._ended = _Ended(
+            len(self._losses), numbers, event, None if event else now, self._volume, fields, exposed_fields
+        )
+        self._losses, self._norms, self._volume = [], [], Volume()
+
+    def record(self) -> Record:
+        """Returns the metrics of the steps that have ended, for which it waits; empty where there are none.
+
+        The device has nothing to do meanwhile, unless a further step was queued before.
+        """
+        if self._ended is None:
+            return {}
+        ended, self._ended = self._ended, None
+        if ended.event is not None:
+            ended.event.synchronize()
+        numbers, now = ended.numbers.tolist(), ended.seconds or time.perf_counter()
+        seconds, self._since = (now - self._since) / ended.count, now
+        device, volume, norms = self._model.world.device, ended.volume, numbers[ended.count :]
+        rate = volume.flops / (seconds * ended.count * self._model.world.size)
+        return {
+            "step": ended.fields["step"],
+            "samples": ended.fields["samples"],
+            "loss": sum(numbers[: ended.count]) / ended.count,
             "norm": sum(norms) / len(norms) if norms else None,
-            "lr": float(self._optimizer.param_groups[0]["lr"]),
+            "lr": ended.fields["lr"],
             "seconds": seconds,
-            "tokens_per_second": volume.tokens / (seconds * count),
+            "tokens_per_second": volume.tokens / (seconds * ended.count),
             "mfu": None if self._peak is None else rate / self._peak,
             "memory": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+            **ended.exposed,
         }
-        if exposed is not None:
-            record["exposed_seconds"] = exposed
-        self._losses, self._norms, self._volume, self._since = [], [], Volume(), time.perf_counter()
-        return record
 
     @contextmanager
     def paused(self) -> Iterator[None]:

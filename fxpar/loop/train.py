@@ -76,20 +76,24 @@ def train(model: ParallelModule, optimizer: torch.optim.Optimizer, loader: Any, 
             if chosen.scheduler is not None:
                 chosen.scheduler.step()
             source.stepped(model.step_flags.volume.samples)
+            _report(meter.record(), display, write)  # while the device runs the step that was queued
             meter.add(loss, model.step_flags)
             trace.stepped()
             is_stopped = stop.is_agreed() and step < chosen.steps
             is_last = is_stopped or step == chosen.steps
             if is_last or step % chosen.log_every == 0:
-                _report(meter.record(step, source.samples, trace.exposed), display, write)
+                meter.end(step, source.samples, trace.exposed)
             if chosen.evaluate_every and not is_stopped and step % chosen.evaluate_every == 0:
+                _report(meter.record(), display, write)
                 with meter.paused():
                     _report(_evaluate(model, step, source.samples, chosen), display, write)
             if chosen.saves is not None and (is_last or (chosen.save_every and step % chosen.save_every == 0)):
+                _report(meter.record(), display, write)
                 with meter.paused():
                     _save(model, optimizer, source, step, chosen)
             if is_stopped:
                 break
+        _report(meter.record(), display, write)
         model.wait_for_save()
     return Trained(step, source.samples, None if loss is None else float(loss), is_stopped)
 
