@@ -129,7 +129,50 @@ def _pooled(target: torch._ops.OpOverload, count: int) -> Callable[..., Any]:
     return checked
 
 
+def batch_norm_backward(grad_out: Tensor, input: Tensor, *vectors_and_rest: Any) -> Any:
+    """Calls `aten.native_batch_norm_backward`."""
+    _expect(grad_out.shape, input.shape)
+    for vector in vectors_and_rest[:5]:  # weight, running and saved statistics
+        if vector is not None:
+            _expect(vector.shape, input.shape[1:2])
+    return aten.native_batch_norm_backward.default(grad_out, input, *vectors_and_rest)
+
+
+def convolution_backward(grad_output: Tensor, input: Tensor, weight: Tensor, bias_sizes: Any, *rest: Any) -> Any:
+    """Calls `aten.convolution_backward`."""
+    forward = aten.convolution.default(input.to("meta"), weight.to("meta"), None, *rest[:-1])
+    _expect(grad_output.shape, forward.shape)
+    return aten.convolution_backward.default(grad_output, input, weight, bias_sizes, *rest)
+
+
+def _sampled(target: torch._ops.OpOverload) -> Callable[..., Any]:
+    """Checks gradient, image and the points where it is sampled."""
+
+    def kernel(grad_output: Tensor, input: Tensor, grid: Tensor, *rest: Any) -> Any:
+        _expect(grid.shape[:1], input.shape[:1])
+        _expect(grad_output.shape, (*input.shape[:2], *grid.shape[1:-1]))
+        return target(grad_output, input, grid, *rest)
+
+    return kernel
+
+
+def cdist_backward(grad: Tensor, x1: Tensor, x2: Tensor, p: float, cdist: Tensor) -> Any:
+    """Calls `aten._cdist_backward`."""
+    _expect(x1.shape[:-2], x2.shape[:-2])
+    _expect(x1.shape[-1:], x2.shape[-1:])
+    for distances in (grad, cdist):
+        _expect(distances.shape, (*x1.shape[:-1], x2.shape[-2]))
+    return aten._cdist_backward.default(grad, x1, x2, p, cdist)
+
+
 CHECKED: Mapping[Any, Callable[..., Any]] = {
+    aten.native_batch_norm_backward.default: batch_norm_backward,
+    aten.convolution_backward.default: convolution_backward,
+    **{
+        target: _sampled(target)
+        for target in (aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
+    },
+    aten._cdist_backward.default: cdist_backward,
     aten.native_layer_norm_backward.default: layer_norm_backward,
     aten.embedding_dense_backward.default: embedding_backward,
     aten._softmax_backward_data.default: _behind(aten._softmax_backward_data.default, 0),

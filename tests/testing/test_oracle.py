@@ -11,6 +11,7 @@ from fxpar.rules import OpCall, Refusal, Rule, register_rule, rule_of, rules, un
 from fxpar.signatures.matmul import formula
 from fxpar.signatures.pointwise import pointwise_labels
 from fxpar.testing.check import OracleReport, check_operation, report_table, sample
+from fxpar.testing.composite import CHECKED
 from fxpar.testing.sampled_operations import (
     COMMUNICATING,
     ELSEWHERE,
@@ -256,3 +257,30 @@ def test_the_placements_are_those_of_the_type_system() -> None:
     assert {str(P), "S(0)", "S(0: 2 x 6)", "S(0: 3 x 4)"} <= {
         text.removeprefix("self ").partition(" → ")[0] for text in report.accepted
     }
+
+
+def _shorter(name: str, place: int, draw: Sequence[torch.Tensor | object]) -> list[object]:
+    """Returns arguments of which one tensor lacks its last element of the first dimension."""
+    assert isinstance(draw[place], torch.Tensor), name
+    return [value[:-1] if i == place and isinstance(value, torch.Tensor) else value for i, value in enumerate(draw)]
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("native_batch_norm_backward", (0, 1, 2, 5, 6)),
+        ("convolution_backward", (0, 1, 2)),
+        ("grid_sampler_2d_backward", (0, 1, 2)),
+        ("grid_sampler_3d_backward", (0, 1, 2)),
+        ("_cdist_backward", (0, 1, 2, 4)),
+    ],
+)
+def test_kernels_that_check_no_sizes_are_not_called_with_any(name: str, places: tuple[int, ...]) -> None:
+    """They would read beyond their operands, and take the process with them now and then."""
+    operation = operations(1, False)[f"aten.{name}.default"]
+    arguments = operation.samples[0].args
+    kernel = CHECKED[operation.target]
+    kernel(*arguments)
+    for place in places:
+        with pytest.raises((ValueError, RuntimeError), match=r"do not match|expected"):
+            kernel(*_shorter(name, place, arguments))
