@@ -43,6 +43,8 @@ from fxpar.ops.process_group import Group, limit_of_cpus, process_group
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+# The most seconds between two questions of one that waits for an answer in the store.
+_LONGEST_POLL = 0.25
 # Seconds between two looks into the store, and ranks of which more look less often: one process answers all of them.
 _PAUSE, _RANKS = 0.5, 512
 # Seconds after which a call lasts long, and in which ranks that miss another say that they are there.
@@ -384,11 +386,17 @@ def retire(alarm: Alarm) -> None:
 
 def wait_for(alarm: Alarm, store: Store, seconds: float) -> bool:
     """Waits until an error is known, as long as it may take another rank to tell it."""
-    end = time.monotonic() + seconds
-    while not alarm.hear(store):
-        if time.monotonic() > end:
+    return poll(lambda: alarm.hear(store), seconds)
+
+
+def poll(is_done: Callable[[], bool], seconds: float) -> bool:
+    """Asks until it is so or the time is over. A store's own wait can differ by backend and logs every time-out."""
+    deadline, pause = time.monotonic() + seconds, 0.002
+    while not is_done():
+        if time.monotonic() > deadline:
             return False
-        time.sleep(0.01)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_POLL)
     return True
 
 

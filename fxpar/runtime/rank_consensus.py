@@ -30,7 +30,7 @@ import torch.distributed as dist
 import fxpar.errors as errors
 from fxpar.errors import FxparError, InputError, RankError
 from fxpar.plan.plan import GROUPS, Plan
-from fxpar.runtime.alarm import Alarm, Failed, Meeting, Met, alarm_of, number, refuse_tracing, wait_for
+from fxpar.runtime.alarm import Alarm, Failed, Meeting, Met, alarm_of, number, poll, refuse_tracing, wait_for
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -42,7 +42,6 @@ _R = TypeVar("_R")
 _ROLL_CALL = 2.0
 # Seconds in which the others come to where a rank says that saving or loading failed there.
 _PATIENCE = 8.0
-_LONGEST_POLL = 0.25
 _LONGEST_REASON = 2000
 # Texts up to this length are shown side by side; longer ones, digests among them, say nothing to a reader.
 _LONGEST_FACT = 60
@@ -306,7 +305,7 @@ class Agreement:
     def _stay(self, store: Store, point: str) -> None:
         """Waits a moment for the others to read why: the store may end with this process."""
         store.add(f"{point}/read", 1)
-        _poll(lambda: store.add(f"{point}/read", 0) >= self.size, _ROLL_CALL)
+        poll(lambda: store.add(f"{point}/read", 0) >= self.size, _ROLL_CALL)
 
     def _signs(self, store: Store, error: BaseException) -> str:
         """Returns what the other ranks have said about this call."""
@@ -314,7 +313,7 @@ class Agreement:
         others = [rank for rank in range(self.size) if rank != self.rank]
         said = self._tell(store, self._failure(error))
         store.set(f"{point}/lost/{self.rank}", "")
-        _poll(lambda: store.check([f"{point}/lost/{rank}" for rank in others]), _ROLL_CALL)
+        poll(lambda: store.check([f"{point}/lost/{rank}" for rank in others]), _ROLL_CALL)
         signs = [_first_line(error)]
         if said.get("kind") == "failed" and said["rank"] != self.rank:
             signs.append(f"{said['where']}: {said['reason']}")
@@ -394,8 +393,10 @@ class Agreement:
         store.set(f"{point}/{self.rank}", json.dumps(dict(facts)))
         if store.add(f"{point}/count", 1) == self.size:
             self._tell(store, self._compared(store, point, remedy))
-        if not _poll(lambda: store.check([f"{point}/verdict"]), self.seconds):
+        if not poll(lambda: self.alarm.first is not None or store.check([f"{point}/verdict"]), self.seconds):
             self._tell(store, self._absent(store, point, facts))
+        if not store.check([f"{point}/verdict"]):
+            self.alarm.check()  # who is missing will not come
         verdict: dict[str, Any] = json.loads(store.get(f"{point}/verdict"))
         rank = verdict.get("rank", self.rank)
         if verdict.get("kind") in ("failed", "lost") and self.calls and facts and not store.check([f"{point}/{rank}"]):
@@ -565,17 +566,6 @@ def _unreachable(error: BaseException, where: str) -> RankError:
         where=where,
         remedy="look at the output of the process that keeps it, most often rank 0",
     )
-
-
-def _poll(is_done: Callable[[], bool], seconds: float) -> bool:
-    """Asks until it is so or the time is over. A store's own wait can differ by backend and logs every time-out."""
-    deadline, pause = time.monotonic() + seconds, 0.002
-    while not is_done():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_POLL)
-    return True
 
 
 def _ranks(ranks: Sequence[int]) -> str:

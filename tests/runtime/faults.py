@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ def ends_while_it_compiles() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().forward(ids, targets, scaled=scaled)
 
-    parallel(models.tiny(Ends), timeout=SECONDS)
+    parallel(models.tiny(Ends))
 
 
 def ends_in_a_step() -> None:
@@ -156,6 +157,24 @@ def ends_between_copies() -> None:
     if is_odd():
         FinishedForward.backward = lambda *arguments, **options: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
     model.train_step(batch)
+
+
+def ends_in_front_of_an_agreement() -> None:
+    """The odd rank is killed where the other waits for its word, for up to ten minutes."""
+
+    class Scheduler:
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            pass
+
+        def state_dict(self) -> dict[str, int]:
+            if is_odd():
+                os.kill(os.getpid(), signal.SIGKILL)
+            return {}
+
+    model = parallel()
+    model.train_step(models.batch())
+    with TemporaryDirectory() as folder:
+        model.save_training(folder, torch.optim.SGD(model.parameters()), Scheduler())
 
 
 def stays_away() -> None:

@@ -101,10 +101,16 @@ ENDS = [
         r"RankError: .*train_step: a collective failed: gloo: .*; rank 1 gave no sign: ended",
         "died",
     ),
+    (
+        2,
+        faults.ends_in_front_of_an_agreement,
+        r"RankError: rank 0, save_training: rank 1 gave no sign: ended, and closed its connections",
+        "died",
+    ),
     pytest.param(
         2,
         faults.ends_while_it_compiles,
-        r"RankError: .*rank 1 did not come within 3 s to agree on a program \(the call: par",
+        r"RankError: rank 0, parallelize: rank 1 gave no sign: ended, and closed its connections",
         "died",
         marks=pytest.mark.matrix,
     ),
@@ -138,7 +144,16 @@ ENDS = [
         marks=pytest.mark.matrix,
     ),
 ]
-IDS = ["in a step", "while it compiles", "between copies", "refused", "compiles alone", "stays away", "busy"]
+IDS = [
+    "in a step",
+    "in front of an agreement",
+    "while it compiles",
+    "between copies",
+    "refused",
+    "compiles alone",
+    "stays away",
+    "busy",
+]
 
 
 @pytest.mark.parametrize(("size", "job", "reason", "odd"), ENDS, ids=IDS)
