@@ -82,16 +82,16 @@ class Tokens:
 
     def __init__(self, folder: Path | None) -> None:
         loader: Any = transformers.AutoTokenizer
-        self._tokenizer: Any = None
+        self.tokenizer: Any = None
         self.count = 256
         if folder is not None:
-            self._tokenizer = loader.from_pretrained(folder)
-            self.count = len(self._tokenizer)
+            self.tokenizer = loader.from_pretrained(folder)
+            self.count = len(self.tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return list(text.encode())
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
 
@@ -232,7 +232,7 @@ def train(chosen: argparse.Namespace) -> None:
     if is_first:
         log.show()
     if chosen.out is not None:
-        model.save_checkpoint(chosen.out)
+        model.save_checkpoint(chosen.out, tokenizer=tokens.tokenizer)
 
 
 def main() -> None:

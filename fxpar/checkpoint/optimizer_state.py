@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from fxpar.checkpoint.safetensors_files import Checkpoint, can_hold
 from fxpar.checkpoint.state_dicts import PipelineRanks, RankTensors
-from fxpar.errors import CheckpointError, InputError
+from fxpar.errors import CheckpointError, InputError, shown
 from fxpar.ir.program import DTYPE_NAMES, DTYPES
 from fxpar.layout.layout import Layout
 from fxpar.runtime.sharded import Sharded, local_of
@@ -199,18 +199,19 @@ def restore(
     """Gives an optimizer a saved state, for which `check_fits` holds.
 
     Args:
+        document: with options and values decoded.
         checkpoints: the tensors of each state key, by the names of parameters.
     """
     names = _names(weights, optimizer)
     for group, saved_group in zip(optimizer.param_groups, document["groups"], strict=True):
-        _restore_options(group, {key: decode(value) for key, value in saved_group["options"].items()})
+        _restore_options(group, saved_group["options"])
     with contextlib.ExitStack() as stack, torch.no_grad():
         readers = {key: stack.enter_context(checkpoint.reading()) for key, checkpoint in checkpoints.items()}
         for group in optimizer.param_groups:
             on_device = bool(group.get("capturable") or group.get("fused"))
             for parameter in group["params"]:
                 name = names[id(parameter)]
-                state: dict[str, Any] = {key: decode(v) for key, v in document["values"].get(name, {}).items()}
+                state: dict[str, Any] = dict(document["values"].get(name, {}))
                 for key in (key for key, checkpoint in checkpoints.items() if name in checkpoint.shapes):
                     is_number = not checkpoints[key].shapes[name] and bool(weights.shape_of(name))
                     layout = Layout() if is_number else weights.layout_of(name)
@@ -321,24 +322,54 @@ def _encode_mapping(value: dict[Any, Any], where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Returns what `encode` was called with."""
+    """Returns what `encode` was called with; ValueError where `encode` would not have returned the value."""
+    try:
+        return _decoded(value)
+    except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{shown(value)} stands for nothing") from error
+
+
+def _decoded(value: Any) -> Any:
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [_decoded(item) for item in value]
     if not isinstance(value, dict):
         return value
     tag, content = next(iter(value.items())) if len(value) == 1 else ("", None)
     if tag == "tuple":
-        return tuple(decode(content))
+        return tuple(_decoded(content))
     if tag == "float":
         return float(str(content))
     if tag == "items":
-        return {decode(key): decode(item) for key, item in content or ()}
+        return {_decoded(key): _decoded(item) for key, item in content or ()}
     if tag == "counter":
-        return Counter({decode(key): decode(item) for key, item in content or ()})
+        return Counter({_decoded(key): _decoded(item) for key, item in content or ()})
     if tag == "scalar":
         name, number = content or ("f32", 0.0)
-        return torch.tensor(decode(number), dtype=DTYPES[name])
-    return {key: decode(item) for key, item in value.items()}
+        return torch.tensor(_decoded(number), dtype=DTYPES[name]).reshape(())
+    return {key: _decoded(item) for key, item in value.items()}
+
+
+def misfit(value: Any, form: Any, where: str) -> str:
+    """Says where a value of JSON differs from a form; nothing where it does not.
+
+    Args:
+        form: a type, `object` for any; a list of one form, for lists of any length; a tuple of forms, for lists of that
+            length; a dict of forms by key, or by `str` for any keys.
+        where: what the value is.
+    """
+    if isinstance(form, dict) and isinstance(value, dict):
+        keys = value if str in form else form
+        if str not in form and value.keys() != form.keys():
+            return f"{where} has other entries than {', '.join(form)}"
+        pairs = [(value[key], form.get(str, form.get(key)), f"{where}: {key}") for key in keys]
+    elif isinstance(form, (list, tuple)) and isinstance(value, list):
+        if isinstance(form, tuple) and len(form) != len(value):
+            return f"{where} has {len(value)} entries and not {len(form)}"
+        forms = form if isinstance(form, tuple) else form * len(value)
+        pairs = [(item, kind, f"{where}[{index}]") for index, (item, kind) in enumerate(zip(value, forms, strict=True))]
+    else:
+        return "" if form is object or type(value) is form else f"{where} is {shown(value)}"
+    return next(filter(None, (misfit(*pair) for pair in pairs)), "")
 
 
 def document(value: Any) -> bytes:

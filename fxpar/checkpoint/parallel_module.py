@@ -124,7 +124,7 @@ class ParallelModule(RankModule):
         return load_sharded_state_dict(self._rank_tensors(), state_dict, strict)
 
     @together_at_once
-    def save_checkpoint(self, folder: str | Path, shard_size: int | str = "5GB") -> None:
+    def save_checkpoint(self, folder: str | Path, shard_size: int | str = "5GB", tokenizer: Any = None) -> None:
         """Writes safetensors under the author's names, for transformers' `from_pretrained` and for `load_checkpoint`.
 
         Rank 0 writes, and holds the tensors of one file at most. For a model of transformers it also writes the
@@ -133,12 +133,13 @@ class ParallelModule(RankModule):
         Args:
             folder: where to write; it is made if it does not exist.
             shard_size: the most bytes of tensors in a file, such as "500MB". A larger tensor has a file of its own.
+            tokenizer: one of transformers, or a processor, whose files are written too.
 
         Raises:
             CheckpointError: the folder already holds a checkpoint, or cannot be written.
-            InputError: `shard_size` is not a size.
+            InputError: `shard_size` is not a size, or `tokenizer` has no `save_pretrained`.
         """
-        save_checkpoint(self._rank_tensors(), self._programs.skeleton, folder, shard_size)
+        save_checkpoint(self._rank_tensors(), self._programs.skeleton, folder, shard_size, tokenizer)
 
     @together_at_once
     def load_checkpoint(self, checkpoint: str | Path | Checkpoint) -> None:

@@ -43,6 +43,8 @@ _NAMES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
+# By their names in torch.
+NAMED_DTYPES: Mapping[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in _NAMES}
 _ALIGNMENT = 8
 
 

@@ -29,7 +29,7 @@ from fxpar.checkpoint.safetensors_files import (
     split_files,
     writable,
 )
-from fxpar.errors import CheckpointError
+from fxpar.errors import CheckpointError, InputError
 from fxpar.layout.layout import Layout
 from fxpar.ops.process_group import process_group
 from fxpar.runtime.shard_spec import ModelTensor, ShardSpec
@@ -321,7 +321,9 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def save_checkpoint(weights: RankTensors, model: nn.Module, folder: str | Path, shard_size: int | str) -> None:
+def save_checkpoint(
+    weights: RankTensors, model: nn.Module, folder: str | Path, shard_size: int | str, tokenizer: Any
+) -> None:
     """Writes the whole model from rank 0, one file after the other; see `ParallelModule.save_checkpoint`.
 
     Each tensor is gathered by itself: the ranks hold one whole tensor at a time, rank 0 besides those of one file.
@@ -329,6 +331,9 @@ def save_checkpoint(weights: RankTensors, model: nn.Module, folder: str | Path, 
     Args:
         model: the unsplit one, for its `config`; its tensors are not looked at.
     """
+    if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
+        reason, remedy = f"a {type(tokenizer).__name__} has no save_pretrained", "pass a tokenizer of transformers"
+        raise InputError(reason, where="tokenizer", remedy=remedy)
     entries = saved_once(weights)
     specs = {name: Spec.of(entry.tensor) for name, entry in entries.items()}
     files = split_files("model", specs, bytes_of(shard_size))
@@ -357,6 +362,8 @@ def save_checkpoint(weights: RankTensors, model: nn.Module, folder: str | Path, 
             if len(files) > 1:
                 (path / INDEX).write_text(index_document(specs, files), encoding="utf-8")
             save_configuration(path, model, [entry.tensor for entry in entries.values()])
+            if tokenizer is not None:
+                tokenizer.save_pretrained(path)
     weights.agree({}, "")  # all files are there
 
 

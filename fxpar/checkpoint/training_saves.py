@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpar.checkpoint.initial import load
-from fxpar.checkpoint.optimizer_state import check_fits, class_name, collect, decode, document, encode, restore
+from fxpar.checkpoint.optimizer_state import check_fits, class_name, collect, decode, document, encode, misfit, restore
 from fxpar.checkpoint.safetensors_files import (
+    NAMED_DTYPES,
     BoxFile,
     Checkpoint,
     Spec,
@@ -49,6 +49,24 @@ _WEIGHTS = "model"
 _DOCUMENT = "training.json"
 _COMPLETE = re.compile(r"training-(\d{8})(-step-\d+)?")
 _LEFTOVER = re.compile(r"(saving|removing)-\d{8}(-step-\d+)?")
+# What documents look like; see `misfit`.
+_FORM = {
+    "version": int,
+    "step": int,
+    "position": object,
+    "optimizer": {
+        "class": str,
+        "groups": [{"parameters": [str], "options": {str: object}}],
+        "values": {str: {str: object}},
+        "host": [str],
+    },
+    "plan": object,
+    "seed": int,
+    "ranks": int,
+    "files": {str: {str: {str: (str, [int])}}},
+}
+_OBJECT_FORM = {"class": str, "state": object}
+_CHECKS_FORM = {"files": {str: [(str, [int], [int], int)]}}
 # Seconds in which what one machine wrote is seen by the others.
 _DELAY = 10.0
 
@@ -203,7 +221,7 @@ def _files(folder: Path, content: Mapping[str, Any]) -> dict[str, list[BoxFile]]
     """Returns the files of a save by what their tensors are: `model`, `optimizer.exp_avg`."""
     return {
         kind: [
-            BoxFile(folder / file, {name: Spec(getattr(torch, dtype), tuple(size)) for name, (dtype, size) in rows})
+            BoxFile(folder / file, {name: Spec(NAMED_DTYPES[dtype], tuple(size)) for name, (dtype, size) in rows})
             for file, rows in ((file, specs.items()) for file, specs in files.items())
         ]
         for kind, files in content["files"].items()
@@ -304,7 +322,7 @@ def _unsealed(path: Path) -> Any:
     """
     try:
         sealed = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _damaged(path, f"cannot be read: {error}") from error
     content = sealed.get("content") if isinstance(sealed, dict) else None
     if not isinstance(content, dict) or zlib.crc32(document(content)) != sealed.get("check"):
@@ -327,24 +345,56 @@ def resume_training(
     if path is None:
         return None
     content = _unsealed(path / _DOCUMENT)
+    weights.agree({"its content": _fact(content)}, "give every rank the same folder")
+    content = _checked(path, content)
+    _check_fits(weights, path, content, objects, seed)
+    _check_files(weights, path, content)
+    states = {kind.removeprefix("optimizer."): kind for kind in content["files"] if kind != _WEIGHTS}
+    opened = {key: Checkpoint(_entry_point(path, kind)) for key, kind in states.items()}
+    for key, name, shape in ((key, *row) for key, checkpoint in opened.items() for row in checkpoint.shapes.items()):
+        if name not in weights.entries() or (shape and shape != weights.shape_of(name)):
+            raise _damaged(path, f"has {key} of shape {list(shape)} for {name}")
+    weights.agree({}, "")  # no rank has an objection
+    load(weights, Checkpoint(_entry_point(path, _WEIGHTS)))
+    restore(weights, objects.optimizer, content["optimizer"], opened)
+    for name, value in (("scheduler", objects.scheduler), ("scaler", objects.scaler)):
+        if value is not None:
+            value.load_state_dict(content[name]["state"])
+    return TrainingProgress(content["step"], content["position"])
+
+
+def _checked(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """Returns a save's document, decoded. A file may be anybody's, so that nothing in it is believed.
+
+    Raises:
+        CheckpointError: it is of another version, or no document of a save.
+    """
     if content.get("version") != VERSION:
         raise CheckpointError(
             f"has version {content.get('version')!r}, and this is {VERSION}",
             where=str(path),
             remedy="resume with the fxpar that saved it",
         )
-    weights.agree({"its content": _fact(content)}, "give every rank the same folder")
-    _check_fits(weights, path, content, objects, seed)
-    _check_files(weights, path, content)
-    weights.agree({}, "")  # no rank has an objection
-    load(weights, Checkpoint(_entry_point(path, _WEIGHTS)))
-    states = {kind.removeprefix("optimizer."): kind for kind in content["files"] if kind != _WEIGHTS}
-    opened = {key: Checkpoint(_entry_point(path, kind)) for key, kind in states.items()}
-    restore(weights, objects.optimizer, content["optimizer"], opened)
-    for name, value in (("scheduler", objects.scheduler), ("scaler", objects.scaler)):
-        if value is not None:
-            value.load_state_dict(decode(content[name]["state"]))
-    return TrainingProgress(content["step"], decode(content["position"]))
+    objects = {name: object if content.get(name) is None else _OBJECT_FORM for name in ("scheduler", "scaler")}
+    reason = misfit(content, {**_FORM, **objects}, "it")
+    if not reason:
+        files = [(kind, file, rows) for kind, by_file in content["files"].items() for file, rows in by_file.items()]
+        specs = [spec for *_, rows in files for spec in rows.values()]
+        if _WEIGHTS not in content["files"] or any(Path(n).name != n for kind, file, _ in files for n in (kind, file)):
+            reason = "it names no files of a save"
+        elif any(dtype not in NAMED_DTYPES or any(size < 0 for size in shape) for dtype, shape in specs):
+            reason = "it has tensors of types or shapes that none has"
+    if reason:
+        raise _damaged(path / _DOCUMENT, reason)
+    optimizer = content["optimizer"]
+    by_place = [(content, "position"), *((content[name], "state") for name in objects if content[name])]
+    values = [*(group["options"] for group in optimizer["groups"]), *optimizer["values"].values()]
+    try:
+        for holder, key in [*by_place, *((entries, key) for entries in values for key in entries)]:
+            holder[key] = decode(holder[key])
+    except ValueError as error:
+        raise _damaged(path / _DOCUMENT, str(error)) from error
+    return content
 
 
 def _entry_point(path: Path, kind: str) -> Path:
@@ -394,16 +444,23 @@ def _check_files(weights: RankTensors, path: Path, content: Mapping[str, Any]) -
     for file in files.values():
         if not file.is_complete():
             raise _damaged(file.path, "is missing, or has another length or header than when it was saved")
-    rows = [
-        (files[file], *row)
-        for rank in range(content["ranks"])
-        for file, file_rows in _unsealed(path / _checks(rank))["files"].items()
-        for row in file_rows
-    ]
+    rows = []
+    for place in (path / _checks(rank) for rank in range(content["ranks"])):
+        checks = _unsealed(place)
+        reason = misfit(checks, _CHECKS_FORM, "it")
+        if reason:
+            raise _damaged(place, reason)
+        rows += [(file, *row) for file, file_rows in checks["files"].items() for row in file_rows]
+    for file, name, offsets, sizes, _ in rows:
+        spec = files[file].specs.get(name) if file in files else None
+        ends = zip(offsets, sizes, spec.shape, strict=False) if spec else ()
+        fits = spec and len(offsets) == len(sizes) == len(spec.shape) and all(0 <= o <= o + n <= m for o, n, m in ends)
+        if not fits:
+            raise _damaged(path, f"holds no such part of {name}")
     # Ranks share out the checksums: in all each byte is read once more, and not once on every rank.
     for file, name, offsets, sizes, check in rows[weights.rank :: weights.size]:
-        if file.checksum(name, _box(offsets, sizes)) != check:
-            raise _damaged(file.path, f"holds other bytes of {name} than when it was saved")
+        if files[file].checksum(name, _box(offsets, sizes)) != check:
+            raise _damaged(files[file].path, f"holds other bytes of {name} than when it was saved")
 
 
 # ---------------------------------------------------------------------- folders

@@ -1,14 +1,21 @@
 """A training that stops and goes on is the one that never stopped."""
 
+import json
+import pickle
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from functools import reduce
+from operator import getitem
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from fxpar.checkpoint.training_saves import _sealed
 from fxpar.errors import CheckpointError, InputError
 from tests.checkpoint import training_jobs as jobs
 from tests.checkpoint.training_jobs import Training
@@ -260,3 +267,70 @@ def test_damage_is_found_before_anything_is_loaded(saved: tuple[Training, Path])
         file.write_bytes(whole)
     assert all(torch.equal(value, before[n]) for n, value in training.model.full_state_dict().items())
     training.model.resume_training(path, training.optimizer, training.scheduler)
+
+
+class Planted:
+    """Leaves a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_no_byte_of_a_file_is_unpickled(saved: tuple[Training, Path], tmp_path: Path) -> None:
+    training, path = saved
+    training.model.save_checkpoint(tmp_path / "weights")
+    trap = tmp_path / "trap"
+    for folder in (tmp_path, path, tmp_path / "weights"):
+        for name in (".metadata", "pytorch_model.bin", "optimizer.pt", "training.pkl", "__0_0.distcp"):
+            (folder / name).write_bytes(pickle.dumps(Planted(trap)))
+    seen: list[str] = []
+
+    def watch(frame: FrameType, event: str, function: Any) -> None:
+        name = f"{function.__module__}.{function.__qualname__}" if event == "c_call" else frame.f_code.co_qualname
+        if name.startswith(("_pickle.", "_Unpickler.")):
+            seen.append(name)
+
+    sys.setprofile(watch)
+    try:
+        training.model.resume_training(tmp_path, training.optimizer, training.scheduler)
+        training.model.load_checkpoint(path)
+        training.model.load_checkpoint(tmp_path / "weights")
+        assert not seen
+        pickle.loads(pickle.dumps(3))
+    finally:
+        sys.setprofile(None)
+    assert "_pickle.loads" in seen
+    assert not trap.exists()
+
+
+def test_forged_documents_are_refused_or_loaded(saved: tuple[Training, Path]) -> None:
+    """With checksums that are right, and anything in any place."""
+    training, path = saved
+    training.steps(1)
+    model, before = training.model, training.model.full_state_dict()
+    chance, refusals = random.Random(5), 0
+    for file in ("training.json", "checks-00000.json"):
+        whole = (path / file).read_bytes()
+        places = [place for place in _places(json.loads(whole)["content"]) if place]
+        for _ in range(80):
+            content, (*outer, last) = json.loads(whole)["content"], chance.choice(places)
+            reduce(getitem, outer, content)[last] = chance.choice([None, -1, 10**30, "../x", [], {"float": "x"}])
+            (path / file).write_bytes(_sealed(content))
+            try:
+                model.resume_training(path, training.optimizer, training.scheduler)
+            except CheckpointError:
+                refusals += 1
+                assert all(torch.equal(value, before[n]) for n, value in model.full_state_dict().items())
+            else:
+                model.load_full_state_dict(before)
+        (path / file).write_bytes(whole)
+    assert refusals > 100
+
+
+def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield place
+    for key, entry in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from _places(entry, (*place, key))

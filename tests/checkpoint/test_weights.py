@@ -7,9 +7,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 import fxpar
-from fxpar.errors import CheckpointError
+from fxpar.errors import CheckpointError, InputError
 from tests.checkpoint import weight_jobs
 from tests.checkpoint.test_full_state import assert_equal_states
 from tests.checkpoint.weight_jobs import LIMIT, SEED, meta
@@ -114,6 +116,17 @@ def test_how_a_model_generates_is_exported_or_refused(tmp_path: Path) -> None:
         refused.save_checkpoint(tmp_path / "refused")
     model.generation_config = None
     fxpar.parallelize(model, fxpar.Plan(), weight_jobs.batch("gpt2")).save_checkpoint(tmp_path / "mended")
+
+
+def test_the_tokenizer_is_exported_too(tmp_path: Path) -> None:
+    words = {"[UNK]": 0, "ranks": 1, "agree": 2}
+    fast: Any = transformers.PreTrainedTokenizerFast
+    tokenizer = fast(tokenizer_object=Tokenizer(WordLevel(words, "[UNK]")))
+    model = fxpar.parallelize(reference("gpt2"), fxpar.Plan(), weight_jobs.batch("gpt2"))
+    with pytest.raises(InputError, match="tokenizer: a str has no save_pretrained"):
+        model.save_checkpoint(tmp_path, tokenizer="gpt2")
+    model.save_checkpoint(tmp_path, tokenizer=tokenizer)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).get_vocab() == words
 
 
 @pytest.mark.matrix

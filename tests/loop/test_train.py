@@ -1,6 +1,7 @@
 """A training by `fxpar.train` is that of a plain loop, and one that stops and goes on is one that never stopped."""
 
 import json
+import random
 import re
 import signal
 import threading
@@ -20,7 +21,7 @@ from tests.loop import train_jobs as jobs
 from tests.loop.train_jobs import BATCH, SAMPLES
 from tests.runtime import models
 from tests.runtime.jobs import Found
-from tests.runtime.world import World
+from tests.runtime.world import JOBS, RankFailed, World
 
 
 def assert_continued(first: Found, second: Found, whole: Found) -> None:
@@ -53,6 +54,29 @@ def test_ranks_resume_with_their_loaders(world2: World, tmp_path: Path) -> None:
 
 def _saved(kind: str, steps: int, folder: Path) -> Found:
     return jobs.training(kind, steps, saves=folder, save_every=2)
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.matrix)])
+def test_a_training_that_is_killed_again_and_again_is_one_that_was_not(
+    world2: World, captures: Path, tmp_path: Path, kills: int
+) -> None:
+    """At any moment, while saves are written beside the steps: one rank of two, or both at once."""
+    chance = random.Random(str(tmp_path))
+    for _ in range(kills):
+        seconds, rank = chance.uniform(0, 0.8), chance.choice((-1, 0, 1))
+        world = World(2, JOBS, group_seconds=10.0, captures=captures)
+        try:
+            with pytest.raises(RankFailed, match="died"):
+                world.run(jobs.killed, tmp_path, seconds, rank)
+        finally:
+            world.stop(kill=True)
+        print(f"rank {rank} killed {seconds:.3f} s after its first step:", *sorted(p.name for p in tmp_path.iterdir()))
+    saves = sorted(tmp_path.glob("training-*"))
+    steps = int(saves[-1].name.rpartition("-")[2]) + 3 if saves else 3
+    whole = world2.run(jobs.training, "sampler", steps)
+    for rest, wanted in zip(world2.run(_saved, "sampler", steps, tmp_path), whole, strict=True):
+        losses = wanted["losses"][len(wanted["losses"]) - len(rest["losses"]) :]
+        assert_continued({"losses": wanted["losses"][: -len(losses) or None]}, rest, wanted)
 
 
 def test_another_number_of_data_ranks_sees_the_samples_that_are_left(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -114,6 +116,19 @@ def stopped(folder: Path, number: int, rank: int) -> tuple[Trained, Any]:
     assert signal.getsignal(number) is before
     trained: Trained = found["trained"]
     return trained, len(found["losses"])
+
+
+def killed(folder: Path, seconds: float, rank: int) -> None:
+    """Trains on, saving beside the steps, until a rank, or every one (-1), is killed so long after its first step."""
+    model = module()
+
+    def die(_: torch.optim.Optimizer, *__: Any) -> None:
+        hook.remove()
+        if rank in (-1, model.world.rank):
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    hook = register_optimizer_step_post_hook(die)
+    training("sampler", 10**6, model, saves=folder, save_every=2, async_save=True)
 
 
 def sampled(batch: int, **options: Any) -> list[tuple[list[int], list[int]]]:

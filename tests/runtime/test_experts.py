@@ -104,12 +104,20 @@ MOVES: list[Any] = [
     pytest.param({"dp": 2, "ep": 2, "experts": SPARE}, [{"tp": 2}, {}], marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2}, [{"tp": 2}, {}], marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "tp": 2, "ep": 4, "etp": 1}, [{"dp": 4, "ep": 2}, {"tp": 2}, {}], marks=pytest.mark.matrix),
+    ({"dp": 2, "pp": 2, "ep": 2}, [{"dp": 2, "tp": 2, "ep": 2, "shard": "parameters"}]),
+    pytest.param({"pp": 2, "tp": 2}, [{"dp": 4, "shard": "parameters"}, {"pp": 2}], marks=pytest.mark.matrix),
+    pytest.param({"dp": 4, "shard": "parameters"}, [{"tp": 2, "pp": 2}, {"dp": 2, "ep": 2}], marks=pytest.mark.matrix),
+    pytest.param(
+        {"dp": 2, "shard": "optimizer"},
+        [{"dp": 4, "dp_shard": 2, "shard": "parameters"}, {"pp": 2}],
+        marks=pytest.mark.matrix,
+    ),
 ]
 
 
 def _run(request: pytest.FixtureRequest, plan: dict[str, Any], job: Any, *given: Any) -> list[Any]:
     """What each rank of a plan finds; none are one process."""
-    ranks = plan.get("dp", 1) * plan.get("tp", 1)
+    ranks = plan.get("dp", 1) * plan.get("tp", 1) * plan.get("pp", 1)
     found: list[Any] = (
         [job(plan, *given)] if ranks == 1 else request.getfixturevalue(f"world{ranks}").run(job, plan, *given)
     )
@@ -117,12 +125,13 @@ def _run(request: pytest.FixtureRequest, plan: dict[str, Any], job: Any, *given:
 
 
 @pytest.mark.parametrize(("plan", "others"), MOVES)
-def test_a_training_goes_on_where_experts_lie_on_other_ranks(
+def test_a_training_goes_on_under_other_plans(
     request: pytest.FixtureRequest, tmp_path: Path, plan: dict[str, Any], others: list[dict[str, Any]]
 ) -> None:
-    wanted = _run(request, plan, expert_jobs.saved, tmp_path)[0]
+    layers = max(one.get("pp", 1) for one in (plan, *others))
+    wanted = _run(request, {**plan, "layers": layers}, expert_jobs.saved, tmp_path)[0]
     assert wanted[1] != wanted[0]
-    for other in others:
+    for other in [{**one, "layers": layers} for one in others]:
         for losses, is_read in _run(request, other, expert_jobs.resumed, tmp_path):
             assert losses == pytest.approx(wanted, rel=1e-6)
             assert is_read
