@@ -69,7 +69,7 @@ def _gather_parameters(program: Program) -> None:
     shard = program.plan.shard
     if shard == "none":
         return
-    owned = [program.node(p.node) for p in program.parameters if p.trainable]
+    owned = [program.node(p.node) for p in program.sharded_parameters]
     weights = weights_of(program.graph, owned)
     for node in reversed(list(program.graph.nodes)):  # each goes in front of those that are read after it
         if node.target is all_gather and node in weights and set(axes_of(node)) <= set(program.plan.sharding_axes):

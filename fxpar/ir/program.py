@@ -378,6 +378,17 @@ class Program:
         """Returns the symbolic sizes of inputs, and the numbers of rows that are counted."""
         return (*self.symbols, *self.counted)
 
+    @property
+    def sharded_parameters(self) -> tuple[Parameter, ...]:
+        """Returns what data ranks share out where they divide it: what is trained; of all parameters, frozen ones too.
+
+        A frozen parameter has no gradient and no optimizer state, so that there is only its memory to save.
+        """
+        if not self.plan.sharding_axes:
+            return ()
+        is_all = self.plan.shard == "parameters"
+        return tuple(p for p in self.parameters if p.trainable or (is_all and p.kind == "parameter"))
+
     def copy(self) -> Program:
         """Returns the program with a copy of its graph. The copy shares the notes, which are frozen."""
         graph = fx.Graph()

@@ -274,19 +274,18 @@ def _symbol_within(symbol: Symbol, program: Program, options: Mapping[str, Optio
 
 
 def share_out(program: Program) -> None:
-    """Cuts each trained parameter over the ranks that share parameters out, as the plan says.
+    """Cuts each of `Program.sharded_parameters` over the ranks that share parameters out, as the plan says.
 
     The cut is that of the first dimension that they divide, after what other axes leave of it: blocks of dimension 0
     are those of `DTensor`'s `Shard(0)`. A parameter that they divide in no dimension stays whole.
     """
-    for parameter in program.parameters if program.plan.sharding_axes else ():
-        if parameter.trainable:
-            node = program.node(parameter.node)
-            (layout,) = output_layouts(node)
-            for axis in program.plan.sharding_axes:
-                if layout.on(axis) == I:
-                    layout = _shared_out(layout, axis, parameter.type, program.axes) or layout
-            update(node, layout=layout)
+    for parameter in program.sharded_parameters:
+        node = program.node(parameter.node)
+        (layout,) = output_layouts(node)
+        for axis in program.plan.sharding_axes:
+            if layout.on(axis) in (I, R):  # what is frozen is replicated
+                layout = _shared_out(layout, axis, parameter.type, program.axes) or layout
+        update(node, layout=layout)
 
 
 def _shared_out(layout: Layout, axis: str, kind: TensorType, axes: Mapping[str, int]) -> Layout | None:

@@ -77,7 +77,7 @@ def followed(program: Program, axis: str, node: fx.Node, placed: Mapping[fx.Node
     maker, index = value_of(node)
     placement = placed[maker].outputs[index]
     reason = f"{axis} shares out the batch: rows are cut, parameters are whole"
-    if axis in program.plan.sharding_axes and any(p.node == maker.name and p.trainable for p in program.parameters):
+    if axis in program.plan.sharding_axes and any(p.node == maker.name for p in program.sharded_parameters):
         reason += (
             f" where they are read; shard={program.plan.shard} cuts them over {axis} at rest, where its ranks divide"
         )

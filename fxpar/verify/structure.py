@@ -439,15 +439,12 @@ def _check_marks(program: Program) -> None:
 
 
 def _gathers(program: Program) -> set[fx.Node]:
-    """Returns what gathers trained parameters that data ranks share out."""
-    plan = program.plan
-    if plan.shard == "none":
-        return set()
-    owned = [program.node(p.node) for p in program.parameters if p.trainable]
+    """Returns what gathers parameters that data ranks share out."""
+    owned = [program.node(p.node) for p in program.sharded_parameters]
     return {
         node
         for node in weights_of(program.graph, owned)
-        if node.target is all_gather and set(axes_of(node)) <= {*plan.sharding_axes}
+        if node.target is all_gather and set(axes_of(node)) <= {*program.plan.sharding_axes}
     }
 
 
