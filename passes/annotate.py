@@ -49,7 +49,8 @@ def annotate(program: Program) -> Program:
     collectives, forward and backward, matrix products and memory traffic, the optimizer's too. Shards of weights are
     never converted.
 
-    With `Plan(shard=…)` data ranks share out every trained parameter besides, in the first dimension that they divide::
+    With `Plan(shard=…)` data ranks share out every trained parameter besides, in the first dimension that they divide,
+    and with `shard="parameters"` the frozen ones too::
 
         %w = parameter["c_fc.weight"] : f32[96, 384] dp:S(0) tp:S(1)
 

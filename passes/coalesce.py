@@ -67,8 +67,6 @@ def coalesce(program: Program) -> Program:
 def _gather_parameters(program: Program) -> None:
     """Marks what gathers parameters that data ranks share out; what runs once a step goes in front of all else."""
     shard = program.plan.shard
-    if shard == "none":
-        return
     owned = [program.node(p.node) for p in program.sharded_parameters]
     weights = weights_of(program.graph, owned)
     for node in reversed(list(program.graph.nodes)):  # each goes in front of those that are read after it

@@ -1,4 +1,4 @@
-"""annotate: data ranks share out trained parameters, whose whole is gathered where the plan says."""
+"""annotate: data ranks share out parameters, whose whole is gathered where the plan says."""
 
 from __future__ import annotations
 
@@ -75,12 +75,16 @@ def values(program: Program) -> ValueReport:
 
 @pytest.mark.parametrize("shard", SHARDS[1:])
 def test_golden(shard: str) -> None:
-    """The table has 15 rows, so that its columns are cut; what is frozen stays, and what no ranks divide."""
+    """The table has 15 rows, so that its columns are cut; what no ranks divide stays.
+
+    What is frozen has neither gradient nor state: its memory alone is there to be shared out.
+    """
     single = captured()[1].program
     plans = Plan(dp=2), Plan(dp=2, shard=shard)
     whole, cut = (compile_program(single.with_(plan=plan), until="annotate") for plan in plans)
+    frozen = "… 2\n" if shard != "parameters" else '… 1\n%shift = parameter["shift"](frozen) : f32[6] dp:S(0)\n'
     assert changed(whole, cut) == (
-        "… 2\n"
+        f"{frozen}"
         '%words_weight = parameter["words.weight"] : f32[15, 6] dp:S(1)\n'
         '%up_weight = parameter["up.weight"] : f32[6, 6] dp:S(0)\n'
         '%down_weight = parameter["down.weight"] : f32[6, 6] dp:S(0)\n'
@@ -105,7 +109,7 @@ def test_what_tensor_parallel_ranks_leave_is_cut() -> None:
     """Three rows a tensor parallel rank are not for two data ranks; of four columns three remain with four ranks."""
     assert layouts(compiled("parameters", tp=2)) == {
         "scale": "dp:I tp:I",
-        "shift": "dp:R tp:R",
+        "shift": "dp:S(0) tp:R",
         "words.weight": "dp:S(1) tp:S(0: 15 ~ 16)",
         "up.weight": "dp:S(1) tp:S(0)",
         "down.weight": "dp:S(0) tp:S(1)",
@@ -131,7 +135,9 @@ GATHERS = {
 %up_weight_all_gather = fxpar.all_gather[dp](%up_weight) : f32[6, 6] dp:S(0)→R {shard=parameters}
 … 1
 %down_weight_all_gather = fxpar.all_gather[dp](%down_weight) : f32[6, 6] dp:S(0)→R {shard=parameters}
-… 17
+… 3
+%shift_all_gather = fxpar.all_gather[dp](%shift) : f32[6] dp:S(0)→R {shard=parameters}
+… 14
 """,
 }
 GATHERS["gradients"] = GATHERS["optimizer"].replace("optimizer", "gradients")

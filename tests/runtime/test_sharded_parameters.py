@@ -193,12 +193,12 @@ def test_every_call_sees_the_weights_of_its_time(request: Fixture, shard: str, t
 @pytest.mark.parametrize(("tp", "dp"), few(MESHES, [(1, 2)]))
 @pytest.mark.parametrize("shard", SHARED)
 def test_frozen_parameters_stay(request: Fixture, shard: str, tp: int, dp: int) -> None:
-    """One that was frozen at first stays whole; one that is frozen later has no gradient."""
+    """One that was frozen at first is shared out with all parameters alone; one that is frozen later has no gradient."""
     expected = alone(shard_jobs.frozen)
     for found in world(request, tp, dp).run(shard_jobs.frozen, shard, tp, dp):
         assert_trained_alike(found, expected)
         assert found["gradients"] == expected["gradients"]
-        assert found["sizes"]["up.weight"] == (72, 72 // tp)
+        assert found["sizes"]["up.weight"] == (72, 72 // tp // (dp if shard == "parameters" else 1))
 
 
 MIXED = [(shard, kind) for shard in SHARED for kind in ("bf16", "bf16_weights", "fp16")]
