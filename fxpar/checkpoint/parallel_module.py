@@ -12,9 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fxpar.checkpoint.adapters import adapter_of, holds_adapter, load_adapter, save_adapter, save_merged
 from fxpar.checkpoint.async_save import AsyncSaver
 from fxpar.checkpoint.initial import Loading, load, parts
-from fxpar.checkpoint.safetensors_files import Checkpoint
+from fxpar.checkpoint.safetensors_files import Checkpoint, bytes_of, writable
 from fxpar.checkpoint.state_dicts import (
     PipelineRanks,
     RankTensors,
@@ -124,34 +125,61 @@ class ParallelModule(RankModule):
         return load_sharded_state_dict(self._rank_tensors(), state_dict, strict)
 
     @together_at_once
-    def save_checkpoint(self, folder: str | Path, shard_size: int | str = "5GB", tokenizer: Any = None) -> None:
+    def save_checkpoint(
+        self, folder: str | Path, shard_size: int | str = "5GB", merged: bool = False, tokenizer: Any = None
+    ) -> None:
         """Writes safetensors under the author's names, for transformers' `from_pretrained` and for `load_checkpoint`.
 
         Rank 0 writes, and holds the tensors of one file at most. For a model of transformers it also writes the
-        configuration. All ranks must call it.
+        configuration. With an adapter of peft it writes that alone, for `peft.PeftModel.from_pretrained`. All ranks
+        must call it.
 
         Args:
             folder: where to write; it is made if it does not exist.
-            shard_size: the most bytes of tensors in a file, such as "500MB". A larger tensor has a file of its own.
+            shard_size: the most bytes of tensors in a file, such as "500MB". A larger tensor has a file of its own, and
+                an adapter is one file.
+            merged: write the base model with its adapter merged in, under the names of the base.
             tokenizer: one of transformers, or a processor, whose files are written too.
 
         Raises:
             CheckpointError: the folder already holds a checkpoint, or cannot be written.
-            InputError: `shard_size` is not a size, or `tokenizer` has no `save_pretrained`.
+            InputError: `shard_size` is not a size, there is no adapter that can be merged, or `tokenizer` has no
+                `save_pretrained`.
         """
-        save_checkpoint(self._rank_tensors(), self._programs.skeleton, folder, shard_size, tokenizer)
+        model, limit = self._programs.skeleton, bytes_of(shard_size)
+        if type(merged) is not bool or (merged and not adapter_of(model)):
+            reason = "the model has no adapter of peft" if merged is True else f"must be a bool, got {shown(merged)}"
+            raise InputError(reason, where=f"merged={shown(merged)}", remedy="leave it out: the whole model is saved")
+        if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
+            reason, remedy = f"a {type(tokenizer).__name__} has no save_pretrained", "pass a tokenizer of transformers"
+            raise InputError(reason, where="tokenizer", remedy=remedy)
+        if merged:
+            save_merged(self._rank_tensors(), model, folder, limit)
+        elif adapter_of(model):
+            save_adapter(self._rank_tensors(), model, folder)
+        else:
+            save_checkpoint(self._rank_tensors(), model, folder, limit)
+        if tokenizer is not None and self.world.rank == 0:
+            with writable(Path(folder)):
+                tokenizer.save_pretrained(folder)
+        self.world.agreement.agree({}, "")  # all files are there
 
     @together_at_once
     def load_checkpoint(self, checkpoint: str | Path | Checkpoint) -> None:
         """Loads safetensors, of which each rank reads its parts. Tied names may be left out. All ranks must call it.
 
         Args:
-            checkpoint: a file, an index, a folder with either, or a `fxpar.Checkpoint`.
+            checkpoint: a file, an index, a folder with either, or a `fxpar.Checkpoint`. If the model has an adapter of
+                peft, also a folder with an adapter; the base stays as it is then.
 
         Raises:
             CheckpointError: it cannot be read, or its names or shapes are not the model's; nothing is loaded then.
         """
-        load(self._rank_tensors(), checkpoint)
+        model = self._programs.skeleton
+        if adapter_of(model) and holds_adapter(checkpoint):
+            load_adapter(self._rank_tensors(), model, checkpoint)
+        else:
+            load(self._rank_tensors(), checkpoint)
 
     @together_at_once
     def save_training(

@@ -23,13 +23,12 @@ from fxpar.checkpoint.safetensors_files import (
     INDEX,
     METADATA,
     Spec,
-    bytes_of,
     folder_of,
     index_document,
     split_files,
     writable,
 )
-from fxpar.errors import CheckpointError, InputError
+from fxpar.errors import CheckpointError
 from fxpar.layout.layout import Layout
 from fxpar.ops.process_group import process_group
 from fxpar.runtime.shard_spec import ModelTensor, ShardSpec
@@ -321,27 +320,52 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def save_checkpoint(
-    weights: RankTensors, model: nn.Module, folder: str | Path, shard_size: int | str, tokenizer: Any
+def save_checkpoint(weights: RankTensors, model: nn.Module, folder: str | Path, limit: int) -> None:
+    """Writes the whole model from rank 0; see `ParallelModule.save_checkpoint`.
+
+    Args:
+        model: the unsplit one, for its `config`; its tensors are not looked at.
+        limit: the most bytes of tensors in a file.
+    """
+    entries = saved_once(weights)
+    specs = {name: Spec.of(entry.tensor) for name, entry in entries.items()}
+    write_checkpoint(
+        weights,
+        folder,
+        split_files("model", specs, limit),
+        specs,
+        lambda name: on_all(weights, entries[name]),
+        lambda path: save_configuration(path, model, specs.values()),
+    )
+
+
+def write_checkpoint(
+    weights: RankTensors,
+    folder: str | Path,
+    files: Mapping[str, Sequence[str]],
+    specs: Mapping[str, Spec],
+    gather: Callable[[str], Tensor],
+    configure: Callable[[Path], None],
 ) -> None:
-    """Writes the whole model from rank 0, one file after the other; see `ParallelModule.save_checkpoint`.
+    """Writes tensors from rank 0, one file after the other. A collective call.
 
     Each tensor is gathered by itself: the ranks hold one whole tensor at a time, rank 0 besides those of one file.
 
     Args:
-        model: the unsplit one, for its `config`; its tensors are not looked at.
+        files: names of tensors by file.
+        specs: type and whole shape of each.
+        gather: returns a whole tensor on rank 0; a collective call.
+        configure: writes what belongs to the tensors, on rank 0.
+
+    Raises:
+        CheckpointError: the folder already holds a checkpoint, or cannot be written.
     """
-    if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
-        reason, remedy = f"a {type(tokenizer).__name__} has no save_pretrained", "pass a tokenizer of transformers"
-        raise InputError(reason, where="tokenizer", remedy=remedy)
-    entries = saved_once(weights)
-    specs = {name: Spec.of(entry.tensor) for name, entry in entries.items()}
-    files = split_files("model", specs, bytes_of(shard_size))
     path, is_writer = folder_of(folder), weights.rank == 0
     if is_writer:
+        stem = next(iter(files)).removesuffix(".safetensors").partition("-")[0]
         with writable(path):
             path.mkdir(parents=True, exist_ok=True)
-            present = sorted(file.name for file in path.glob("model*.safetensors*"))
+            present = sorted(file.name for file in path.glob(f"{stem}*.safetensors*"))
         if present:
             raise CheckpointError(
                 f"the folder holds {present[0]} already", where=str(path), remedy="save to another folder, or empty it"
@@ -351,7 +375,7 @@ def save_checkpoint(
     for file, names in files.items():
         written: dict[str, Tensor] = {}
         for name in names:
-            full = on_all(weights, entries[name])
+            full = gather(name)
             if is_writer:
                 written[name] = full.cpu().contiguous()
             del full
@@ -361,9 +385,7 @@ def save_checkpoint(
         with writable(path):
             if len(files) > 1:
                 (path / INDEX).write_text(index_document(specs, files), encoding="utf-8")
-            save_configuration(path, model, [entry.tensor for entry in entries.values()])
-            if tokenizer is not None:
-                tokenizer.save_pretrained(path)
+            configure(path)
     weights.agree({}, "")  # all files are there
 
 
@@ -376,8 +398,11 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
             raise
 
 
-def save_configuration(path: Path, model: nn.Module, tensors: Iterable[Tensor]) -> None:
+def save_configuration(path: Path, model: nn.Module, specs: Iterable[Spec]) -> None:
     """Writes the configuration of a model of transformers, that of its generation too. OSError where that cannot be.
+
+    Args:
+        specs: of the tensors that are saved.
 
     Raises:
         CheckpointError: the author's generation configuration contradicts itself.
@@ -386,7 +411,7 @@ def save_configuration(path: Path, model: nn.Module, tensors: Iterable[Tensor]) 
     config: Any = copy.deepcopy(getattr(model, "config", None))
     if hasattr(config, "save_pretrained"):
         config.architectures = [type(model).__name__]
-        config.dtype = next((value.dtype for value in tensors if value.is_floating_point()), None)
+        config.dtype = next((spec.dtype for spec in specs if spec.dtype.is_floating_point), None)
         config.save_pretrained(path)
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "save_pretrained"):

@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fxpar.checkpoint.adapters import adapter_of
 from fxpar.checkpoint.initial import load
 from fxpar.checkpoint.optimizer_state import check_fits, class_name, collect, decode, document, encode, misfit, restore
 from fxpar.checkpoint.safetensors_files import (
@@ -182,8 +183,10 @@ def begin_save(
     if weights.rank == 0:
         fresh = _begin(root, _step_of(progress.position))
         _create_files(fresh, content, specs)
-        with writable(fresh):
-            save_configuration(fresh, model, saved.values())
+        # With an adapter, tensors of the base have names of peft's, which transformers would not find.
+        if not adapter_of(model):
+            with writable(fresh):
+                save_configuration(fresh, model, specs[_WEIGHTS].values())
     weights.agree(facts, "train alike on every rank, and pass the same position")
     fresh = fresh if weights.rank == 0 else _begun(root)
     blocks = [
