@@ -178,6 +178,11 @@ class Unwrappable(nn.Module):
 
     push_to_hub = save_pretrained
 
+    def get_delta_weight(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuses what peft adds to a base's weights: merged, and added once more by the program that runs."""
+        remedy = "call save_checkpoint(folder, merged=True) on all ranks, and load that into the base model"
+        _refuse(_place_of(self), "peft cannot merge the adapter of a layer whose program is compiled", remedy)
+
     # ------------------------------------------------------------------ wrappers
 
     # DistributedDataParallel reads it first, FullyShardedDataParallel and torch.compile set or read theirs.
