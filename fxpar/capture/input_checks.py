@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -48,6 +49,7 @@ def check_model(model: nn.Module) -> None:
                 remedy="remove them; change the gradients after backward",
             )
     _check_memory(model)
+    _check_adapters(model)
 
 
 def _check_global_hooks() -> None:
@@ -85,6 +87,47 @@ def _check_memory(model: nn.Module) -> None:
             )
         reach = max(reach, (end, name))
         trained = max(trained, (end, name)) if tensor.requires_grad else trained
+
+
+def _check_adapters(model: nn.Module) -> None:
+    """Refuses what peft puts into a model and nobody could train or save; one LoRA adapter is carried."""
+    peft: Any = sys.modules.get("peft")
+    if peft is None:
+        return
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer)]
+    configs = getattr(model, "peft_config", {}) if isinstance(model, peft.PeftModel) else {}
+    if layers and not configs:
+        remedy = "make the adapter with peft.get_peft_model(model, config)"
+        raise CaptureError(
+            "has an adapter of peft, of which the model knows nothing", where=layers[0][0], remedy=remedy
+        )
+    if len(configs) > 1:
+        remedy = "keep one: model.delete_adapter(name) before parallelize"
+        raise CaptureError(f"has several adapters: {', '.join(configs)}", where=type(model).__name__, remedy=remedy)
+    for name, config in configs.items():
+        if config.peft_type != "LORA":
+            reason = (
+                f"is of peft's type {getattr(config.peft_type, 'value', config.peft_type)}, and LORA alone is carried"
+            )
+            raise CaptureError(reason, where=f"adapter {name}", remedy="take a peft.LoraConfig")
+    for name, layer in layers:
+        fault = _adapter_fault(layer)
+        if fault is not None:
+            raise CaptureError(fault[0], where=name, remedy=fault[1])
+
+
+def _adapter_fault(layer: Any) -> tuple[str, str] | None:
+    """Returns why a layer with an adapter of peft cannot be trained, and the remedy; None where it can."""
+    if layer.merged:
+        return "its adapter is merged, and would not be trained", "call model.unmerge_adapter() before"
+    if hasattr(layer, "parameter_name"):
+        reason = f"the adapter of the parameter {layer.parameter_name} changes it in the forward"
+        return reason, "adapt modules alone: target_modules=[…] without target_parameters"
+    base = layer.get_base_layer()
+    for tensor in (*base.parameters(), *base.buffers()):
+        if not tensor.is_floating_point() or tensor.itemsize < 2 or type(tensor.data) is not Tensor:
+            return "its base layer is quantised", "load the base in bfloat16, and share its memory out: Plan(shard=…)"
+    return None
 
 
 def _check_modes() -> None:
