@@ -98,17 +98,13 @@ def _check_adapters(model: nn.Module) -> None:
     configs = getattr(model, "peft_config", {}) if isinstance(model, peft.PeftModel) else {}
     if layers and not configs:
         remedy = "make the adapter with peft.get_peft_model(model, config)"
-        raise CaptureError(
-            "has an adapter of peft, of which the model knows nothing", where=layers[0][0], remedy=remedy
-        )
+        raise CaptureError("has an adapter, and the model is none of peft's", where=layers[0][0], remedy=remedy)
     if len(configs) > 1:
         remedy = "keep one: model.delete_adapter(name) before parallelize"
         raise CaptureError(f"has several adapters: {', '.join(configs)}", where=type(model).__name__, remedy=remedy)
     for name, config in configs.items():
         if config.peft_type != "LORA":
-            reason = (
-                f"is of peft's type {getattr(config.peft_type, 'value', config.peft_type)}, and LORA alone is carried"
-            )
+            reason = f"is made by a {type(config).__name__}, and LoRA alone is supported"
             raise CaptureError(reason, where=f"adapter {name}", remedy="take a peft.LoraConfig")
     for name, layer in layers:
         fault = _adapter_fault(layer)
