@@ -189,9 +189,10 @@ class _Merged:
             if id(tensor) in values:
                 continue
             entry = self._entries[name]
-            whole = torch.empty_like(entry.tensor, device="meta") if without_values else on_all(self._weights, entry)
-            # Merging writes in place, and a whole tensor may be the module's own memory.
-            whole = whole.detach().to("meta" if without_values else "cpu", copy=True)
+            if without_values:
+                whole = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device="meta")
+            else:  # peft writes in place, and a whole tensor may be the module's memory
+                whole = on_all(self._weights, entry).to("cpu", copy=True)
             values[id(tensor)] = nn.Parameter(whole, requires_grad=False) if entry.is_parameter else whole
         try:
             with torch.no_grad():

@@ -193,7 +193,7 @@ def test_every_call_sees_the_weights_of_its_time(request: Fixture, shard: str, t
 @pytest.mark.parametrize(("tp", "dp"), few(MESHES, [(1, 2)]))
 @pytest.mark.parametrize("shard", SHARED)
 def test_frozen_parameters_stay(request: Fixture, shard: str, tp: int, dp: int) -> None:
-    """One that was frozen at first is shared out with all parameters alone; one that is frozen later has no gradient."""
+    """One that was frozen at first is cut with all parameters alone; one that is frozen later has no gradient."""
     expected = alone(shard_jobs.frozen)
     for found in world(request, tp, dp).run(shard_jobs.frozen, shard, tp, dp):
         assert_trained_alike(found, expected)
