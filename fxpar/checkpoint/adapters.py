@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from fxpar.checkpoint.initial import load
 from fxpar.checkpoint.safetensors_files import Checkpoint, Spec, split_files
 from fxpar.checkpoint.state_dicts import RankTensors, on_all, save_configuration, saved_entries, write_checkpoint
 from fxpar.errors import CheckpointError, InputError
@@ -75,24 +73,67 @@ def _save_configuration(path: Path, model: Any) -> None:
     config.save_pretrained(path, auto_mapping_dict=classes if config.task_type is None else None)
 
 
-def holds_adapter(checkpoint: str | Path | Checkpoint) -> TypeGuard[str | Path]:
-    """Tells whether a checkpoint is a folder that peft has written an adapter to."""
-    return isinstance(checkpoint, (str, Path)) and (Path(checkpoint) / _FILE).is_file()
-
-
-def load_adapter(weights: RankTensors, model: nn.Module, folder: str | Path) -> None:
-    """Loads an adapter into a rank's tensors, of which it reads its parts; the base stays as it is.
+def open_for(model: nn.Module, checkpoint: str | Path | Checkpoint, saved: Sequence[str]) -> Checkpoint:
+    """Opens a checkpoint under the model's names; of a model with an adapter also the adapter's or the base model's.
 
     Args:
-        model: the unsplit one, for its configuration.
+        model: its tensors are not looked at.
+        saved: the names that it saves.
 
     Raises:
-        CheckpointError: it cannot be read, is of another configuration, or its names or shapes are not the model's.
+        CheckpointError: it cannot be read, or is an adapter of another configuration.
     """
-    path = Path(folder)
-    _check_configuration(path / _CONFIGURATION, model)
-    names = _names_by_key(model, weights.saved)
-    load(replace(weights, saved=list(names.values())), Checkpoint(path / _FILE, lambda key: names.get(key, key)))
+    if adapter_of(model) and isinstance(checkpoint, (str, Path)) and (Path(checkpoint) / _FILE).is_file():
+        _check_configuration(Path(checkpoint) / _CONFIGURATION, model)
+        names = {key: (name,) for key, name in _names_by_key(model, saved).items()}
+        return Checkpoint(Path(checkpoint) / _FILE).of_part(names, saved)
+    opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
+    if adapter_of(model) and opened.shapes.keys().isdisjoint(saved):
+        return opened.of_part(_names_by_base_name(model, saved), saved)
+    return opened
+
+
+def _names_by_base_name(model: Any, saved: Sequence[str]) -> dict[str, list[str]]:
+    """Returns the model's names of each tensor of the base model, by its name there."""
+    prefix, names = _prefix(model), dict[str, list[str]]()
+    layers = dict(_adapted_layers(model))
+    for name in saved:
+        if not any(name.startswith(f"{path}.") for path in layers):
+            names[name.removeprefix(prefix)] = [name]
+    for path, layer in layers.items():
+        # What is trained as a whole is a copy of the base's module.
+        copies = getattr(layer, "modules_to_save", {})
+        tuner = getattr(layer, "token_adapter", layer)
+        originals = [layer.original_module, *copies.values()] if copies else [tuner.get_base_layer()]
+        paths = {id(module): other for other, module in layer.named_modules(prefix=path, remove_duplicate=False)}
+        for original in originals:
+            for key in original.state_dict():
+                names.setdefault(f"{path}.{key}".removeprefix(prefix), []).append(f"{paths[id(original)]}.{key}")
+    return names
+
+
+def _prefix(model: Any) -> str:
+    """Returns what the names of the base model's tensors begin with in the model."""
+    base = model.get_base_model()
+    path: str = next(name for name, module in model.named_modules() if module is base)
+    return f"{path}."
+
+
+def initialiser_of(model: nn.Module, layer: nn.Module) -> Callable[[], None] | None:
+    """Returns what fills the matrices of an adapter as peft's constructor does; None where a module is no such layer.
+
+    Raises:
+        InputError: peft makes them of the base's weights.
+    """
+    name = adapter_of(model)
+    reset: Any = getattr(layer, "reset_lora_parameters", None) if name else None
+    if reset is None:
+        return None
+    kind = cast(Any, model).peft_config[name].init_lora_weights
+    if not isinstance(kind, bool) and kind != "gaussian":
+        remedy = "take init_lora_weights=True, or give the model values before"
+        raise InputError("is made of the base's weights, which have no values", where=f"{kind!r}", remedy=remedy)
+    return partial(reset, name, kind)
 
 
 def _check_configuration(path: Path, model: Any) -> None:
@@ -149,7 +190,7 @@ class _Merged:
     def __init__(self, weights: RankTensors, model: Any) -> None:
         self._weights, self._entries = weights, weights.entries()
         self.base: nn.Module = model.get_base_model()
-        prefix = next(name for name, module in model.named_modules() if module is self.base) + "."
+        prefix = self._prefix = _prefix(model)
         self._layers: dict[str, Any] = dict(_adapted_layers(model))
         self._layer_of: dict[str, str] = {}  # by the base's names, of what an adapter changes
         self._entry_of: dict[str, ModelTensor] = {}  # and of the rest
@@ -169,7 +210,6 @@ class _Merged:
                 for key, value in self._merge(path, without_values=True).items():
                     self._layer_of[f"{path}.{key}".removeprefix(prefix)] = path
                     self.specs[f"{path}.{key}".removeprefix(prefix)] = Spec.of(value)
-        self._prefix = prefix
 
     def gather(self, name: str) -> Tensor:
         """Returns a tensor by the base's name; all ranks gather what it is made of. A collective call."""

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fxpar.checkpoint.adapters import initialiser_of, open_for
 from fxpar.checkpoint.safetensors_files import Checkpoint, kind_of
 from fxpar.checkpoint.state_dicts import Agree, RankTensors, check_names, check_shape, names_fit
 from fxpar.errors import CheckpointError, InputError, shown
@@ -206,7 +207,10 @@ class _ModuleInitializer:
                 if callable(method) and _takes(method, module):
                     initialisers.append((name, partial(method, module)))
                     break
-        return initialisers
+        # Behind the authors, who take the matrices of an adapter for any others: its second one is zero at first.
+        model = self._chain[-1][1]
+        adapters = ((name, initialiser_of(model, module)) for name, module in self._chain)
+        return initialisers + [(name, initialise) for name, initialise in adapters if initialise is not None]
 
     def _resets(self) -> list[tuple[str, Callable[[], Any]]]:
         """Returns `reset_parameters` of the module and of those around it, or torch attention's `_reset_parameters`."""
@@ -361,12 +365,15 @@ def parts(
     return tensors
 
 
-def load(weights: RankTensors, checkpoint: str | Path | Checkpoint) -> None:
+def load(weights: RankTensors, checkpoint: Checkpoint) -> None:
     """Loads a checkpoint into a rank's tensors, of which it reads its parts; see `ParallelModule.load_checkpoint`."""
-    opened = _open_alike(checkpoint, weights.agree)
+    weights.agree({"the checkpoint": checkpoint.digest}, _SAME_FILES)
     with torch.no_grad():
-        for entry, part in _read(weights, opened, Loading()):
+        for entry, part in _read(weights, checkpoint, Loading()):
             local_of(entry.tensor).copy_(part)
+
+
+_SAME_FILES = "give every rank the same files"
 
 
 def open_alike(checkpoint: str | Path | Checkpoint, model: nn.Module, agree: Agree) -> Checkpoint:
@@ -376,16 +383,12 @@ def open_alike(checkpoint: str | Path | Checkpoint, model: nn.Module, agree: Agr
         CheckpointError: it cannot be read, lacks a name, has an unknown one or a tensor of another shape.
         InputError: the ranks have different checkpoints.
     """
-    opened = _open_alike(checkpoint, agree)
+    saved = list(model.state_dict())
+    opened = open_for(model, checkpoint, saved)
+    agree({"the checkpoint": opened.digest}, _SAME_FILES)
     entries = named_tensors(model)
     shapes = {name: tuple(entry.tensor.shape) for entry in entries for name in entry.names}
-    _matched(opened, entries, list(model.state_dict()), shapes.__getitem__)
-    return opened
-
-
-def _open_alike(checkpoint: str | Path | Checkpoint, agree: Agree) -> Checkpoint:
-    opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-    agree({"the checkpoint": opened.digest}, "give every rank the same files")
+    _matched(opened, entries, saved, shapes.__getitem__)
     return opened
 
 
@@ -398,19 +401,21 @@ def _matched(
     """Returns what the checkpoint has of the model's tensors, each with its names there."""
     # Buffers that the model does not save are in older checkpoints; the module's own values stand.
     unsaved = {name for entry in entries for name in entry.names} - set(saved)
-    keys = [name for name in checkpoint.shapes if name not in unsaved]
+    shapes, kinds = checkpoint.shapes, checkpoint.kinds
+    keys = [name for name in shapes if name not in unsaved]
     groups = [entry.names for entry in entries]
     where = str(checkpoint.path)
-    check_names(keys, saved, groups, where, _prefix_remedy(keys, saved, groups))
+    expected = [name for name in saved if name not in checkpoint.absent]
+    check_names(keys, expected, groups, where, _prefix_remedy(keys, expected, groups))
     for name in keys:
-        check_shape(name, checkpoint.shapes[name], shape_of(name))
+        check_shape(name, shapes[name], shape_of(name))
     present = set(keys)
     matched = [(entry, [name for name in entry.names if name in present]) for entry in entries]
     for entry, name in ((entry, name) for entry, names in matched for name in names):
-        kind, expected = checkpoint.kinds[name], kind_of(entry.tensor.dtype)
-        if kind != expected:
+        kind, here = kinds[name], kind_of(entry.tensor.dtype)
+        if kind != here:
             raise CheckpointError(
-                f"holds numbers of the kind {kind}, and the model's are {expected}",
+                f"holds numbers of the kind {kind}, and the model's are {here}",
                 where=f"{where}: {name}",
                 remedy="convert it (quantised weights, say) and save it again",
             )

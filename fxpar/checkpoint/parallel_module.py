@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fxpar.checkpoint.adapters import adapter_of, holds_adapter, load_adapter, save_adapter, save_merged
+from fxpar.checkpoint.adapters import adapter_of, open_for, save_adapter, save_merged
 from fxpar.checkpoint.async_save import AsyncSaver
 from fxpar.checkpoint.initial import Loading, load, parts
 from fxpar.checkpoint.safetensors_files import Checkpoint, bytes_of, writable
@@ -170,16 +170,12 @@ class ParallelModule(RankModule):
 
         Args:
             checkpoint: a file, an index, a folder with either, or a `fxpar.Checkpoint`. If the model has an adapter of
-                peft, also a folder with an adapter; the base stays as it is then.
+                peft, it may be that of the adapter or of the base model; the rest stays as it is then.
 
         Raises:
             CheckpointError: it cannot be read, or its names or shapes are not the model's; nothing is loaded then.
         """
-        model = self._programs.skeleton
-        if adapter_of(model) and holds_adapter(checkpoint):
-            load_adapter(self._rank_tensors(), model, checkpoint)
-        else:
-            load(self._rank_tensors(), checkpoint)
+        load(self._rank_tensors(), open_for(self._programs.skeleton, checkpoint, self.saved_names))
 
     @together_at_once
     def save_training(

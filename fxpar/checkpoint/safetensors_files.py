@@ -7,6 +7,7 @@ more of a file into memory than its parts and the piece at hand.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import itertools
 import json
@@ -14,7 +15,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,7 @@ class Checkpoint:
     Attributes:
         shapes: the whole shape of each tensor, by the model's name.
         kinds: the kind of numbers in each tensor: "float", "int", "bool" or "complex".
+        absent: names that the model saves, and that need not be here.
 
     Raises:
         CheckpointError: there is no such checkpoint, its files cannot be read or contradict its index, or two tensors
@@ -289,7 +291,7 @@ class Checkpoint:
             remedy = "pass a function from the checkpoint's name to the model's"
             raise CheckpointError(f"must be a function, got {shown(rename)}", where="rename", remedy=remedy)
         self.path = Path(path)
-        self._entries: dict[str, _Entry] = {}
+        entries: dict[str, _Entry] = {}
         for entry in _entries_at(self.path):
             name = entry.key if rename is None else rename(entry.key)
             if name is None:
@@ -300,15 +302,32 @@ class Checkpoint:
                     where=f"{self.path}: {entry.key}",
                     remedy="return the model's name, or None to leave the tensor out",
                 )
-            if name in self._entries:
+            if name in entries:
                 raise CheckpointError(
-                    f"{self._entries[name].key} and {entry.key} get the same name",
+                    f"{entries[name].key} and {entry.key} get the same name",
                     where=f"{self.path}: {name}",
                     remedy="let rename return different names, or None for one of them",
                 )
-            self._entries[name] = entry
-        self.shapes: Mapping[str, tuple[int, ...]] = {name: entry.shape for name, entry in self._entries.items()}
-        self.kinds: Mapping[str, str] = {name: _kind(entry.dtype) for name, entry in self._entries.items()}
+            entries[name] = entry
+        self._name(entries)
+        self.absent: Collection[str] = ()
+
+    def _name(self, entries: Mapping[str, _Entry]) -> None:
+        self._entries = entries
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: entry.shape for name, entry in entries.items()}
+        self.kinds: Mapping[str, str] = {name: _kind(entry.dtype) for name, entry in entries.items()}
+
+    def of_part(self, names: Mapping[str, Sequence[str]], saved: Iterable[str]) -> Checkpoint:
+        """Returns the checkpoint of a part of a model, of which the rest stays as it is.
+
+        Args:
+            names: the model's names of each tensor, by its name here; others keep theirs, and are the model's or not.
+            saved: all names that the model saves.
+        """
+        part = copy.copy(self)
+        part._name({other: e for name, e in self._entries.items() for other in names.get(name, (name,))})
+        part.absent = {*saved} - {other for others in names.values() for other in others}
+        return part
 
     @property
     def digest(self) -> str:

@@ -100,3 +100,14 @@ def unmerged(sizes: Sizes) -> Found:
     found["same"] = all(torch.equal(before[name], after[name]) for name in before)
     found["counts"] = model.get_nb_trainable_parameters()
     return found
+
+
+def from_base(sizes: Sizes, options: dict[str, Any], folder: Path) -> Found:
+    """Splits a model without values, with the weights of a base model; then loads another one's under the adapter."""
+    with torch.device("meta"):
+        model: Any = with_lora(tiny_llama(), **options)
+    split = fxpar.parallelize(model, fxpar.Plan(**sizes), rows(sizes, 0), checkpoint=folder / "base")
+    before = split.full_state_dict()
+    loss = split.train_step(rows(sizes, 0)).item()
+    split.load_checkpoint(folder / "other")
+    return {"before": before, "loss": loss, "after": split.full_state_dict()}

@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fxpar
@@ -98,6 +98,51 @@ def test_adapters_load_under_other_plans(world2: World, tmp_path: Path) -> None:
     for mesh in ("tp2", "pp2"):
         for state in run(world2, mesh, adapter_jobs.loaded, {}, tmp_path):
             assert_equal_states(state, dict(expected.state_dict()))
+
+
+@pytest.mark.parametrize("mesh", ["tp2", pytest.param("pp2", marks=pytest.mark.matrix)])
+def test_a_base_that_no_process_holds_gets_an_adapter(world2: World, tmp_path: Path, mesh: str) -> None:
+    """The base's weights are read from its own folder. The adapter begins as peft's does, and changes nothing."""
+    base = tiny_llama()
+    base.save_pretrained(tmp_path / "base")
+    doubled = {name: 2 * value for name, value in base.state_dict().items()}
+    options = {"modules_to_save": ["lm_head"], "target_modules": ["embed_tokens", *ATTENTION]}
+    names = {name: with_lora_name(name) for name in doubled}
+    for folder, state in (("base", base.state_dict()), ("other", doubled)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        save_file({name: value.clone() for name, value in state.items()}, tmp_path / folder / "model.safetensors")
+    for found in run(world2, mesh, adapter_jobs.from_base, options, tmp_path):
+        before, after = found["before"], found["after"]
+        copied = "base_model.model.lm_head.modules_to_save.default.weight"
+        for name, value in base.state_dict().items():
+            assert torch.equal(before[names[name]], value), name
+            assert torch.equal(after[names[name]], doubled[name]), name
+        assert torch.equal(before[copied], base.lm_head.weight)
+        adapters = [name for name in before if ".lora_" in name]
+        assert len(adapters) == 2 * 9
+        for name in adapters:
+            assert torch.equal(before[name], after[name])
+            is_zero = ".lora_B." in name or ".lora_embedding_A." in name
+            assert bool((before[name] == 0).all()) == is_zero
+            if ".lora_A." in name:
+                assert 0.15 < before[name].abs().max() <= before[name].shape[1] ** -0.5
+        assert found["loss"] == pytest.approx(base(**batch()).loss.item(), rel=1e-5)
+
+
+def with_lora_name(name: str) -> str:
+    """The name that a tensor of the base has in the model with adapters."""
+    path, _, leaf = f"base_model.model.{name}".rpartition(".")
+    part = path.rpartition(".")[2]
+    inside = "base_layer." if part in (*ATTENTION, "embed_tokens") else "original_module." if part == "lm_head" else ""
+    return f"{path}.{inside}{leaf}"
+
+
+def test_adapters_that_are_made_of_values_need_values() -> None:
+    with torch.device("meta"):
+        model: Any = with_lora(tiny_llama())
+    model.peft_config["default"].init_lora_weights = "pissa"
+    with pytest.raises(InputError, match=r"'pissa': is made of the base's weights.*init_lora_weights=True"):
+        fxpar.materialize(model)
 
 
 @pytest.mark.parametrize("mesh", ["tp2", pytest.param("pp2", marks=pytest.mark.matrix), "dp2-shared"])
