@@ -64,7 +64,8 @@ def parallelize(
         passes: the compiler's passes in order; see `fxpar.passes`.
         checkpoint: safetensors from which each rank reads its shards of the weights: a file, an index, a folder with
             `model.safetensors` or its index, or a `fxpar.Checkpoint`, which can rename tensors. Values are cast to the
-            model's types and the plan's precision. Buffers that are not saved keep the model's values.
+            model's types and the plan's precision. Buffers that are not saved keep the model's values. If the model has
+            an adapter of peft, it may be that of the adapter or of the base model.
         check_inputs: whether every call compares the ranks' batches, by a checksum on the device. On GPUs the loss of a
             call whose batches differ is NaN, and the next call raises the error. If this is off, batches that differ
             give wrong results. Ranks always compare that they make the same calls at the same step.

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LINEAR = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 
 
-def with_lora(model: Any, **options: Any) -> PeftModel:
+def with_lora(model: Any, **options: Any) -> Any:
     """The model with adapters that have values, as after some steps, and biases and dropout; in training mode.
 
     Args:
@@ -39,7 +39,7 @@ def tiny_llama() -> Any:
     torch.manual_seed(1)
     sizes: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": WORDS}
     sizes |= {"hidden_size": 24, "intermediate_size": 42, "num_hidden_layers": 2, "max_position_embeddings": 32}
-    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    tokens: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **tokens, use_cache=False))
 
 

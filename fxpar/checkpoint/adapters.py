@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,8 @@ _MEANING = ("peft_type", "lora_alpha", "alpha_pattern", "rank_pattern", "use_rsl
 
 def adapter_of(model: nn.Module) -> str:
     """Returns the name of the adapter of peft that a model has; empty where it has none."""
-    return next(iter(getattr(model, "peft_config", ())), "")
+    peft: Any = sys.modules.get("peft")  # nobody has such a model without it
+    return next(iter(model.peft_config), "") if peft is not None and isinstance(model, peft.PeftModel) else ""
 
 
 def save_adapter(weights: RankTensors, model: nn.Module, folder: str | Path) -> None:

@@ -88,17 +88,18 @@ def stopped(sizes: Sizes, options: dict[str, Any], folder: Path) -> Found:
 def unmerged(sizes: Sizes) -> Found:
     """What is told who would have peft merge what the ranks run, and that nothing has changed."""
     model = module(sizes, {})
-    layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    adapted: Any = model
+    layer: Any = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
     before = model.full_state_dict()
-    found = {
-        "merge_adapter": refusal(model.merge_adapter),
-        "merge_and_unload": refusal(model.merge_and_unload),
+    found: Found = {
+        "merge_adapter": refusal(adapted.merge_adapter),
+        "merge_and_unload": refusal(adapted.merge_and_unload),
         "merge": refusal(layer.merge),
         "save_pretrained": refusal(lambda: model.save_pretrained("folder")),
     }
     after = model.full_state_dict()
     found["same"] = all(torch.equal(before[name], after[name]) for name in before)
-    found["counts"] = model.get_nb_trainable_parameters()
+    found["counts"] = adapted.get_nb_trainable_parameters()
     return found
 
 

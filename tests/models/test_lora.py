@@ -218,9 +218,10 @@ def quantised(model: Any) -> Any:
     return model
 
 
-def injected() -> nn.Module:
+def injected() -> Any:
     model = load_model("hf:llama", None, None, 0, True).model
-    return peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), model)
+    inject: Any = peft.inject_adapter_in_model
+    return inject(peft.LoraConfig(r=2, target_modules=["q_proj"]), model)
 
 
 def other_method() -> nn.Module:
@@ -228,7 +229,7 @@ def other_method() -> nn.Module:
     return peft.get_peft_model(load_model("hf:llama", None, None, 0, True).model, config)
 
 
-def of_experts() -> nn.Module:
+def of_experts() -> Any:
     model = load_model(f"hf:{EXPERTS}", None, None, 0, True).model
     return with_lora(model, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"], lora_dropout=0.0)
 

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 import typer
 from torch import Tensor, nn
 from torch.nn import functional
@@ -47,6 +49,23 @@ def test_the_training_program_runs_on_two_processes_with_one_loss(world2: World,
     assert len(losses) == 1, texts
     assert all(f"rank {rank}: loss" in text for rank, text in enumerate(texts))
     assert {folder.name for folder in (tmp_path / "saves").iterdir()} >= {"training-00000003-step-2"}
+
+
+def test_the_training_of_adapters_runs_on_two_processes(world2: World, tmp_path: Path) -> None:
+    (program,) = _blocks("docs/lora.md", "python")
+    (tmp_path / "lora.py").write_text(program)
+    texts = world2.run(script, tmp_path / "lora.py", (), tmp_path)
+    assert len({loss for text in texts for loss in re.findall(r"rank [01]: (loss \d+\.\d{4})", text)}) == 1, texts
+    merged: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.manual_seed(0)
+    base = transformers.LlamaForCausalLM(merged.config)
+    ids = torch.arange(64).view(2, 32)
+    with torch.no_grad():
+        plain = base(ids).logits
+        adapted: Any = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+        expected = adapted.eval()(ids).logits
+        torch.testing.assert_close(merged.eval()(ids).logits, expected)
+        assert (plain - expected).abs().max() > 1e-3
 
 
 def _commands() -> list[list[str]]:
@@ -163,6 +182,7 @@ PROGRAMS = {
     "docs/dev/layouts-and-rules.md": 1,
     "docs/dev/write-a-pass.md": 1,
     "docs/evaluation.md": 2,
+    "docs/lora.md": 1,
     "docs/optimizers.md": 2,
     "docs/training-loop.md": 1,
 }
