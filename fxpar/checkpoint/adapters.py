@@ -85,10 +85,12 @@ def open_for(model: nn.Module, checkpoint: str | Path | Checkpoint, saved: Seque
     Raises:
         CheckpointError: it cannot be read, or is an adapter of another configuration.
     """
-    if adapter_of(model) and isinstance(checkpoint, (str, Path)) and (Path(checkpoint) / _FILE).is_file():
-        _check_configuration(Path(checkpoint) / _CONFIGURATION, model)
-        names = {key: (name,) for key, name in _names_by_key(model, saved).items()}
-        return Checkpoint(Path(checkpoint) / _FILE).of_part(names, saved)
+    if adapter_of(model) and isinstance(checkpoint, (str, Path)):
+        path = Path(checkpoint)
+        file = path if path.name == _FILE else path / _FILE
+        if file.is_file():
+            _check_configuration(file.with_name(_CONFIGURATION), model)
+            return Checkpoint(file).of_part({key: (name,) for key, name in _names_by_key(model, saved).items()}, saved)
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
     if adapter_of(model) and opened.shapes.keys().isdisjoint(saved):
         return opened.of_part(_names_by_base_name(model, saved), saved)

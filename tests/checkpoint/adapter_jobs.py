@@ -58,7 +58,7 @@ def saved(sizes: Sizes, options: dict[str, Any], folder: Path) -> Found:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.fill_(1.0)
-    model.load_checkpoint(folder / "adapter")
+    model.load_checkpoint(folder / "adapter" / "adapter_model.safetensors")
     return {
         "state": state,
         "again": model.full_state_dict(),
