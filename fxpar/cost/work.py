@@ -11,13 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fxpar.cost.flops import matmul_flops
-from fxpar.ir.program import Program
+from fxpar.ir.grad_flow import carried
+from fxpar.ir.program import Program, operands, tensor_type
 from fxpar.ir.step import RNG_PATH, batch_dims
 from fxpar.ir.symbols import Counted, with_counted
 from fxpar.layout.symbolic_sizes import Size, evaluate, product
-
-# A backward has two products for each of the forward: the gradient of the input and that of the weight.
-_PASSES = 3
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Work:
-    """Says the same of a program, by the values of its symbols."""
+    """Says the same of a program, by the values of its symbols; `products` counts the products of each size."""
 
     rows: Size
     tokens: Size
@@ -52,7 +50,7 @@ class Work:
         values = with_counted(self.counted, sizes)
         samples, tokens = int(evaluate(self.rows, values)), int(evaluate(self.tokens, values))
         flops = math.fsum(count * evaluate(size, values) for size, count in self.products.items())
-        return Volume(samples, tokens, _PASSES * flops)
+        return Volume(samples, tokens, flops)
 
 
 def work_of(program: Program) -> Work:
@@ -62,4 +60,10 @@ def work_of(program: Program) -> Work:
     rows: Size = entries[0].type.shape[dims[entries[0].path]] if entries else 1
     ids = (e.type.shape for e in entries if len(e.type.shape) > 1 and not e.type.dtype.is_floating_point)
     tokens = next((product(shape[:2]) for shape in ids), rows)
-    return Work(rows, tokens, Counter(flops for _, flops in matmul_flops(program)), tuple(program.counted))
+    products, flags = Counter[Size](), carried(program)
+    for node, flops in matmul_flops(program):
+        factors = (operand for operand in operands(node) if len(tensor_type(operand).shape) > 1)
+        # A backward has two more products, for the input and the weight; of what is frozen, and of what no trained
+        # parameter comes before, it has none.
+        products[flops] += 1 + min(2, sum(any(flags[factor]) for factor in factors))
+    return Work(rows, tokens, products, tuple(program.counted))

@@ -12,21 +12,25 @@ import peft
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from fxpar.capture.capture import Captured, capture
 from fxpar.cli.models import load_model
 from fxpar.compile import compile_program, compile_step
 from fxpar.cost import Report, make_report
 from fxpar.cost.communication import collectives
+from fxpar.cost.flops import matmul_flops
+from fxpar.cost.work import work_of
 from fxpar.errors import CaptureError
 from fxpar.ir.program import Program, output_layouts
 from fxpar.ir.regions import inlined
+from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops.lower import lower
 from fxpar.ops.process_group import Group
 from fxpar.passes import counted_steps
 from fxpar.plan.plan import SHARDS, Plan
 from fxpar.verify.values import call_inputs, program_state, reference_run, verify_values
-from tests.adapters import ATTENTION, LINEAR, with_lora
+from tests.adapters import ATTENTION, LINEAR, batch, tiny_llama, with_lora
 from tests.models.test_data_parallel import rows
 from tests.products import few
 
@@ -69,17 +73,17 @@ def adapted(kind: str) -> tuple[nn.Module, Any, Captured]:
     """A model with adapters, a batch of all ranks, and its capture."""
     name, options = KINDS[kind]
     loaded = load_model(f"hf:{name}", None, None, 0, True)
-    batch = {key: rows(value) for key, value in loaded.batch.items()}
-    batch["labels"][:2, 1:] = -100
+    examples = {key: rows(value) for key, value in loaded.batch.items()}
+    examples["labels"][:2, 1:] = -100
     model = with_lora(loaded.model, **options)
-    return model, batch, capture(model, batch, Plan(), loaded.loss)
+    return model, examples, capture(model, examples, Plan(), loaded.loss)
 
 
 @cache
 def reference(kind: str) -> Any:
     """What one device computes, with the weights and the inputs."""
-    model, batch, captured = adapted(kind)
-    state, inputs = program_state(captured.program, model), call_inputs(captured, model, batch)
+    model, examples, captured = adapted(kind)
+    state, inputs = program_state(captured.program, model), call_inputs(captured, model, examples)
     return state, inputs, reference_run(captured.program, state, inputs)
 
 
@@ -253,3 +257,16 @@ def test_what_nobody_could_train_or_save_is_refused(kind: str) -> None:
     assert caught.value.where == where
     assert reason in caught.value.reason
     assert remedy in caught.value.remedy
+
+
+def test_a_step_multiplies_for_no_gradient_of_what_is_frozen() -> None:
+    """FLOPs of forward and backward, by which a training says how busy GPUs are, are those that torch counts."""
+    model = with_lora(tiny_llama())
+    model.get_base_model().set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        model(**batch()).loss.backward()
+    program = capture(model, batch(), Plan()).program
+    sizes = {symbol.name: symbol.example for symbol in program.symbols}
+    volume = work_of(program).at(sizes)
+    assert volume.flops == counter.get_total_flops()
+    assert volume.flops < 2.5 * sum(evaluate(flops, sizes) for _, flops in matmul_flops(program))
