@@ -92,6 +92,23 @@ def writable(path: Path) -> Iterator[None]:
         raise CheckpointError(reason, where=str(path), remedy="check the folder and the space left") from error
 
 
+def write_synced(path: Path, data: bytes) -> None:
+    """Writes a file to the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Writes a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @dataclass(frozen=True)
 class Spec:
     """Element type and whole shape of a tensor in a file."""

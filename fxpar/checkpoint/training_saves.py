@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 import time
@@ -36,7 +35,9 @@ from fxpar.checkpoint.safetensors_files import (
     folder_of,
     index_document,
     split_files,
+    sync_folder,
     writable,
+    write_synced,
 )
 from fxpar.checkpoint.state_dicts import Agree, RankTensors, save_configuration, saved_once
 from fxpar.errors import CheckpointError, InputError, shown
@@ -133,7 +134,7 @@ class BegunSave:
                 rows = file.write(blocks) if blocks else []
                 checks[file.path.name] = [[name, box.offsets, box.sizes, check] for name, box, check in rows]
             path = self.fresh / _checks(self.rank)
-            _write_synced(path.with_suffix(".part"), _sealed({"files": checks}))
+            write_synced(path.with_suffix(".part"), _sealed({"files": checks}))
             # Whoever sees it sees all of it.
             path.with_suffix(".part").rename(path)
 
@@ -243,7 +244,7 @@ def _create_files(fresh: Path, content: Mapping[str, Any], specs: Mapping[str, M
                 file.create()
             if len(files) > 1:
                 text = index_document(specs[kind], {file.path.name: [*file.specs] for file in files})
-                _write_synced(fresh / f"{kind}.safetensors.index.json", text.encode())
+                write_synced(fresh / f"{kind}.safetensors.index.json", text.encode())
 
 
 def _checks(rank: int) -> str:
@@ -566,11 +567,11 @@ def _finish(fresh: Path, content: bytes, keep: int) -> None:
     """
     folder = fresh.parent
     with writable(fresh):
-        _write_synced(fresh / _DOCUMENT, content)
+        write_synced(fresh / _DOCUMENT, content)
         # The document is on the disk before the name is that makes it count.
-        _sync_folder(fresh)
+        sync_folder(fresh)
         fresh.rename(_complete(fresh))
-        _sync_folder(folder)
+        sync_folder(folder)
         for path in _completed(folder)[:-keep]:
             # Renamed first: a removal that is killed half way leaves nothing that looks complete.
             gone = path.rename(folder / path.name.replace("training", "removing"))
@@ -579,23 +580,6 @@ def _finish(fresh: Path, content: bytes, keep: int) -> None:
 
 def _complete(fresh: Path) -> Path:
     return fresh.with_name(fresh.name.replace("saving", "training"))
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    """Writes a file to the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    """Writes a folder's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:

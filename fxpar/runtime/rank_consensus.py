@@ -19,6 +19,7 @@ import functools
 import json
 import re
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import TracebackType
@@ -585,6 +586,10 @@ def _brief(facts: Mapping[str, str]) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Returns the error in short: without gloo's source file before it and its advice after it."""
+    """Returns the error in short: without gloo's source file before it and its advice after it; and the node, if a
+    program raised it that runs operator by operator."""
     line = (str(error) or type(error).__name__).splitlines()[0]
-    return re.sub(r"^\[\S*/gloo/\S*\] ", "gloo: ", line).split(". This is")[0]
+    line = re.sub(r"^\[\S*/gloo/\S*\] ", "gloo: ", line).split(". This is")[0]
+    generated = [e.line or "" for e in traceback.extract_tb(error.__traceback__) if e.filename.startswith("<eval_with")]
+    node = re.match(r"(\w+) = ", generated[-1]) if generated else None
+    return f"{line} (at the node {node[1]})" if node else line

@@ -98,7 +98,7 @@ ENDS = [
     (
         3,
         faults.ends_in_a_step,
-        r"RankError: .*train_step: a collective failed: gloo: .*; rank 1 gave no sign: ended",
+        r"RankError: .*train_step: a collective failed: gloo: .*the node linear_1_reduce_from\); rank 1 gave no sign",
         "died",
     ),
     (

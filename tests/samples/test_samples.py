@@ -9,9 +9,11 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -118,6 +120,54 @@ def test_train_gpt_goes_on_under_another_plan_and_its_checkpoint_is_a_gpt(world2
     assert [value for _, value in records(saves, "perplexity")] == pytest.approx([found] * 2, rel=1e-4)
     by_words = fxpar.perplexity(whole, held_out["tokens"], window=32, overlap=16, words=held_out["words"])
     assert records(saves, "word_perplexity")[1][1] == pytest.approx(by_words, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "plan", "said"),
+    [
+        ("killed", "tp", r"RankError: rank 0, train_step: .*rank 1"),
+        *(
+            pytest.param(fault, plan, said, marks=pytest.mark.matrix)
+            for plan in ("dp", "dp, parameters", "tp", "pp")
+            for fault, said in {
+                "store killed": "RankError: rank 1, train_step: .*the store is gone",
+                "hung": "RankError: rank 0, train_step: .*Timed out",
+                "memory": "RankError: rank 1: failed in train_step: .*allocate memory",
+                "error": "RankError: rank 1: failed in train_step: IndexError",
+                "disk": "CheckpointError: .*File too large",
+            }.items()
+        ),
+    ],
+)
+def test_bench_faults_tells_what_the_other_rank_says(tmp_path: Path, fault: str, plan: str, said: str) -> None:
+    out = tmp_path / "out.json"
+    run("samples/bench_faults.py", "--faults", fault, "--plans", plan, "--timeout", "30", "--json", str(out))
+    row = json.loads(out.read_text())
+    assert re.search(said, row["line"]), row
+    assert row["seconds"] is not None
+
+
+@pytest.mark.matrix
+def test_train_gpt_is_restarted_by_torchrun_and_goes_on(tmp_path: Path) -> None:
+    """A process is killed behind the first save; torchrun ends the other, and starts both anew."""
+    (tmp_path / "tp.yaml").write_text("tp: 2")
+    words = (*GPT, "--steps", "12", "--save-every", "2", "--evaluate-every", "12", "--plan", str(tmp_path / "tp.yaml"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    losses = {}
+    for name in ("whole", "killed"):
+        saves = tmp_path / name
+        command = [sys.executable, *TORCHRUN, "--max-restarts", "2", "samples/train_gpt.py", *words]
+        with subprocess.Popen([*command, "--saves", str(saves)], cwd=ROOT, env=environment) as agent:
+            while name == "killed" and not any(saves.glob("training-*")):
+                assert agent.poll() is None
+                time.sleep(0.05)
+            if name == "killed":
+                children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+                os.kill(int(children[-1]), signal.SIGKILL)
+            assert agent.wait(300) == 0
+        losses[name] = records(saves, "loss")
+    assert len(losses["killed"]) > len(losses["whole"]) == 12
+    assert dict(losses["killed"]) == dict(losses["whole"])
 
 
 def test_train_gpt_holds_out_text_and_ends_passages_with_whole_words(tmp_path: Path) -> None:
