@@ -6,6 +6,10 @@ Dynamo or Inductor it imports itself: these take seconds to load.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
 from torch._C._distributed_c10d import Store, Work
 from torch._C._distributed_c10d import _resolve_process_group as resolve_process_group
 from torch._C._dynamo.guards import TensorGuards
@@ -58,4 +62,23 @@ __all__ = [
     "is_fake",
     "no_dispatch",
     "resolve_process_group",
+    "without_modules",
 ]
+
+# Tracers replace these methods of all modules and put them back: Python then forgets every method that it had looked up
+# in each of hundreds of classes. A method with this attribute they leave alone.
+_REPLACED, _LEFT_ALONE = ("__getattr__", "__call__"), "__fx_already_patched"
+
+
+@contextlib.contextmanager
+def without_modules() -> Iterator[None]:
+    """Lets tracers leave modules alone: for functions that call none."""
+    methods = [getattr(nn.Module, name) for name in _REPLACED]
+    before = [getattr(method, _LEFT_ALONE, False) for method in methods]
+    for method in methods:
+        setattr(method, _LEFT_ALONE, True)
+    try:
+        yield
+    finally:
+        for method, value in zip(methods, before, strict=True):
+            setattr(method, _LEFT_ALONE, value)

@@ -6,6 +6,7 @@ equal layers repeat them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -25,7 +26,7 @@ from fxpar.ir.symbols import Condition, Counted, Symbol
 from fxpar.rewrite.composed import COMPOSED
 from fxpar.rewrite.symints import MORE, Assumed, Number, SymbolicSizes
 from fxpar.signatures.autograd_functions import resolve_function
-from fxpar.torch_internals import get_decompositions
+from fxpar.torch_internals import get_decompositions, without_modules
 
 aten = torch.ops.aten
 
@@ -158,7 +159,9 @@ class _DifferentiatedCall:
         def run(tensors: list[Tensor], integers: list[Any]) -> Any:
             return self._run(tensors, iter(integers), forward, upstream)
 
-        with sizes.tracing(), torch.enable_grad():
+        # What an author wrote may call modules.
+        apart = without_modules() if _is_own(self.function) else contextlib.nullcontext()
+        with apart, sizes.tracing(), torch.enable_grad():
             module = make_fx(run, decomposition_table=_DECOMPOSED)(inputs, integers)
         graph = module.graph
         sizes.check(leaf for node in graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
@@ -286,6 +289,11 @@ class _Traces:
             raise
 
 
+def _is_own(function: Any) -> bool:
+    """Returns whether a function is an operator of PyTorch or of fxpar, and none of an author."""
+    return isinstance(function, torch._ops.OpOverload) and function.namespace in ("aten", "fxpar")
+
+
 def _unexpected(node: fx.Node) -> Any:
     raise AssertionError(f"%{node.name} is neither a tensor's type nor a number")
 
@@ -318,7 +326,7 @@ class Derivatives:
         """
         call = self._call(node, args, kwargs, needed, tangents)
         try:
-            return self._of(node, call)
+            return self._of(call)
         except _FAILURES as error:
             raise _not_differentiated(node, error) from error
 
@@ -329,7 +337,7 @@ class Derivatives:
         except (FxparError, AssertionError):
             return True
         try:
-            self._of(node, call)
+            self._of(call)
         except _FAILURES:
             return False
         return True
@@ -347,9 +355,8 @@ class Derivatives:
         call = self._call(node, args, kwargs, needed, tangents)
         return self._conditions_of(call) or self._numbers_of(call, describe(node)) or Needs()
 
-    def _of(self, node: fx.Node, call: _DifferentiatedCall) -> Derivative:
-        is_own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "fxpar")
-        return (self._of_pytorch if is_own else self._of_others).of(call)
+    def _of(self, call: _DifferentiatedCall) -> Derivative:
+        return (self._of_pytorch if _is_own(call.function) else self._of_others).of(call)
 
     def _conditions_of(self, call: _DifferentiatedCall) -> Needs | None:
         examples = {symbol.name: symbol.example for symbol in self._symbols if isinstance(symbol, Symbol)}
