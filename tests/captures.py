@@ -39,6 +39,8 @@ Result = TypeVar("Result")
 CAPTURE = module_of_capture._capture
 # What runs passes, likewise.
 PASSES = PassManager.run
+# How a test has changed passes.
+_changes: list[tuple[Any, ...]] = []
 # What pickle raises of a class inside a function, a lock, a parametrized module; and what `_text` does.
 _UNKNOWN = (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError, TextError)
 
@@ -106,7 +108,8 @@ def passes_run_once(folder: Path) -> Iterator[None]:
             if not all(run.__module__.startswith("fxpar.") for _, run, _ in passes):
                 raise pickle.PicklingError  # what a test puts in a pass's place may count its calls
             checks = [item.name for item in manager.verifiers], manager.checked
-            return "passes", _text(program), _modes(), passes, checks, sorted(_LAYOUTS.get({}).items()), until
+            layouts = sorted(_LAYOUTS.get({}).items())
+            return "passes", _text(program), _modes(), passes, checks, layouts, until, _changes
 
         if manager.dump or manager.on_pass or manager.on_program:
             return run()
@@ -126,10 +129,13 @@ def passes_run_once(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def passes_run_each_time() -> Iterator[None]:
-    """While active, every process runs passes for itself: a test has changed what they do."""
-    with mock.patch.object(PassManager, "run", PASSES):
+def passes_changed(*what: Any) -> Iterator[None]:
+    """While active, passes are those that a test has changed; where `what` is equal, they are changed alike."""
+    _changes.append(what)
+    try:
         yield
+    finally:
+        _changes.pop()
 
 
 def _shared(

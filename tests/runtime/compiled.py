@@ -49,9 +49,8 @@ def watched(seen: Seen, vectorized: bool = True) -> AbstractContextManager[Any]:
     Args:
         vectorized: makes vector code too, which is most of what Inductor takes its time for.
     """
-    scalar = {} if vectorized else {"cpp.simdlen": 1}
     patched: AbstractContextManager[Any] = config.patch(
-        {"post_grad_custom_pre_pass": seen, "compile_threads": 1, **scalar}
+        {"post_grad_custom_pre_pass": seen, "compile_threads": 1, "cpp.simdlen": None if vectorized else 1}
     )
     return patched
 

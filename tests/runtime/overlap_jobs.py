@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ from fxpar.ops import lower, process_group
 from fxpar.ops.layer_prefetch import move_between_layers
 from fxpar.passes.coalesce import coalesce
 from fxpar.passes.overlap import overlap
-from tests.captures import passes_run_each_time
+from tests.captures import passes_changed
 from tests.cudagraphs import graphed
 from tests.cudagraphs.graphed import Trained
 
@@ -25,7 +26,7 @@ BUCKET = 2**14
 def in_buckets(size: int = BUCKET) -> Iterator[None]:
     """While active, gradients of so many bytes are sent at once."""
     with (
-        passes_run_each_time(),
+        passes_changed("bucket", size),
         mock.patch.dict(coalesce.run.__globals__, {"BUCKET": size}),
         mock.patch.object(lower, "BUCKET", size),
     ):
@@ -43,12 +44,16 @@ def train(shard: str, micro: int, impl: str = "none", *, early: bool = True, **p
     move = move_between_layers if early else lambda _: {}
     with (
         in_buckets(BUCKET if early else process_group.BUCKET),
+        passes_changed("early", early),
         mock.patch.dict(overlap.run.__globals__, {"_send_gradients": start}),
         mock.patch.object(lower, "move_between_layers", move),
     ):
         return graphed.train(lambda: graphed.gpt2(layers=3), batches, impl, dp=2, shard=shard, evaluate=1, **plan)
 
 
+late = cache(partial(train, early=False))
+
+
 def equal(shard: str, micro: int, impl: str, compile: bool) -> bool:
     """Whether a training is the one in which nothing travels beside layers, to the bit."""
-    return train(shard, micro, impl, compile=compile) == train(shard, micro, early=False, compile=compile)
+    return train(shard, micro, impl, compile=compile) == late(shard, micro, compile=compile)

@@ -124,6 +124,7 @@ def _serve(rank: int, size: int, store: str, seconds: float, captures: Path | No
     import torch.distributed as dist
 
     from tests.captures import captured_once, passes_run_once
+    from tests.runtime.warm import compiled_in_turn
 
     torch.set_num_threads(1)
     gc.set_threshold(*GARBAGE)
@@ -134,6 +135,7 @@ def _serve(rank: int, size: int, store: str, seconds: float, captures: Path | No
         if captures is not None:
             stack.enter_context(captured_once(captures))
             stack.enter_context(passes_run_once(captures))
+            stack.enter_context(compiled_in_turn(captures))
         while True:
             try:
                 job, args = pickle.loads(connection.recv_bytes())
