@@ -3,8 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 # A file at a time: its tests share what they compile. In the order of tests/conftest.py: xdist's own starts with the
-# files of most tests, and those of few are the long ones. A worker that crashes is replaced once: its file comes again.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 1
+# files of most tests, and those of few are the long ones. A worker that crashes ends the run: where one is
+# replaced, and no file is left for it, both wait for ever.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 SOURCES := fxpar tests samples tools
 
 .PHONY: demo test test-matrix lint
