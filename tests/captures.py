@@ -32,6 +32,7 @@ from fxpar.passes.differentiate import is_differentiable
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
+from fxpar.verify.faithful import compare
 
 Result = TypeVar("Result")
 
@@ -47,7 +48,8 @@ _UNKNOWN = (pickle.PicklingError, TypeError, AttributeError, RuntimeError, Value
 
 @contextlib.contextmanager
 def captured_once(folder: Path) -> Iterator[None]:
-    """While active, a model of the same code and values is captured once; each capture gets a program of its own.
+    """While active, a model of the same code and values is captured once, and the capture compared with it once; each
+    capture gets a program of its own.
 
     Args:
         folder: where programs are written, for all processes that read them.
@@ -66,15 +68,24 @@ def captured_once(folder: Path) -> Iterator[None]:
             return Captured(program=parse_program(entry[0]).with_(plan=plan), loss=function, **entry[1])
 
         def key() -> Any:
-            files = {_file_of(value) for value in (*model.modules(), loss)}
-            numbers: dict[int, int] = {}
-            modules = model.named_modules(remove_duplicate=False)
-            places = [(name, numbers.setdefault(id(module), len(numbers))) for name, module in modules]
-            return "capture", model, places, batch, loss, sorted(fixed), _read_of(plan), _modes(), sorted(files)
+            return "capture", _model_key(model, loss), batch, sorted(fixed), _read_of(plan), _modes()
 
         return _shared(folder, key, run, entry, read)
 
-    with mock.patch.object(module_of_capture, "_capture", once):
+    def compared_once(captured: Captured, model: nn.Module, batch: Any, runs: bool) -> str:
+        def run() -> str:
+            return compare(captured, model, batch, runs)
+
+        def key() -> Any:
+            how = captured.how, captured.spec, sorted(captured.fixed)
+            return "compared", _model_key(model, captured.loss), batch, _text(captured.program), how, _modes()
+
+        return _shared(folder, key, run, str, str) if runs else run()
+
+    with (
+        mock.patch.object(module_of_capture, "_capture", once),
+        mock.patch("fxpar.runtime.programs.compare", compared_once),
+    ):
         yield
 
 
@@ -220,6 +231,15 @@ def _modes() -> Any:
         backends.mha.get_fastpath_enabled(),
         backends.opt_einsum.is_available(),
     )
+
+
+def _model_key(model: nn.Module, loss: Any) -> Any:
+    """What a model and a loss are told apart by."""
+    files = {_file_of(value) for value in (*model.modules(), loss)}
+    numbers: dict[int, int] = {}
+    modules = model.named_modules(remove_duplicate=False)
+    places = [(name, numbers.setdefault(id(module), len(numbers))) for name, module in modules]
+    return model, places, loss, sorted(files)
 
 
 def _file_of(value: Any) -> tuple[str, int]:

@@ -22,7 +22,12 @@ from tests.models.table import pytest_terminal_summary
 from tests.runtime.jobs import forget
 from tests.runtime.world import GARBAGE, JOBS, World
 
-__all__ = ["pytest_collection_finish", "pytest_collection_modifyitems", "pytest_terminal_summary"]
+__all__ = [
+    "pytest_collection_finish",
+    "pytest_collection_modifyitems",
+    "pytest_runtest_setup",
+    "pytest_terminal_summary",
+]
 
 torch.set_num_threads(1)
 gc.set_threshold(*GARBAGE)
@@ -74,6 +79,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if re.search(r"(?<!not )\bgpu\b", config.option.markexpr) is None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Gives models of one configuration the same weights in all tests: captures of equal models are shared."""
+    torch.manual_seed(0)
 
 
 def pytest_collection_finish() -> None:

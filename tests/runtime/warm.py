@@ -18,8 +18,8 @@ import torch
 from torch import fx
 from torch._inductor import config
 
-from fxpar.runtime.inductor import Inductor
 from fxpar.runtime.calls import Boxed
+from fxpar.runtime.inductor import Inductor
 from tests.runtime import jobs
 from tests.zoo import CASES
 
