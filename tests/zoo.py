@@ -7,7 +7,7 @@ zeros and ones, so that a bias that is added twice shows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,22 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fxpar.compile import compile_step
+from fxpar.ir.program import Program
 from fxpar.plan.plan import Plan
 
 VOCABULARY, BATCH, SEQUENCE = 259, 3, 16
 SIZES = {"num_hidden_layers": 2, "hidden_size": 96, "num_attention_heads": 8, "intermediate_size": 160}
+
+
+def step_of(program: Program, outputs: Sequence[str] | None = None) -> Program:
+    """Returns the step that trains a program.
+
+    Args:
+        outputs: what it returns by name; the loss alone by default.
+    """
+    trained = [p.fqn for p in program.parameters if p.trainable]
+    return compile_step(program, (program.loss,) if outputs is None else outputs, (program.loss,), trained)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from fxpar.compile import compile_step
 from fxpar.cost.communication import collectives
 from fxpar.ir.program import Program, output_layouts
 from fxpar.ir.regions import inlined
@@ -17,6 +16,7 @@ from fxpar.plan.plan_options import Recompute
 from fxpar.verify.values import verify_values
 from tests.models.test_data_parallel import compiled, loaded, reference
 from tests.products import few
+from tests.zoo import step_of
 
 ONE_LAYER = "mixtral,num_hidden_layers=1"
 EXPERTS = (
@@ -59,8 +59,7 @@ def step(name: str, plan: Plan) -> Program:
     program = compiled(name, plan)
     if plan.pp > 1:
         return program
-    trained = [p.fqn for p in program.parameters if p.trainable]
-    return inlined(compile_step(program, program.outputs, (program.loss,), trained))
+    return inlined(step_of(program, program.outputs))
 
 
 @pytest.mark.parametrize(("name", "mesh", "shard", "recompute"), few(CASES, EVERY_TIME))

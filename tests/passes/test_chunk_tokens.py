@@ -36,6 +36,7 @@ from fxpar.verify.static import STATIC, verify_static
 from fxpar.verify.values import call_inputs, program_state, verify_values
 from tests.products import few
 from tests.verify.steps import Attentive, Small, Trial
+from tests.zoo import step_of
 
 _HEAD = """\
 fxpar 2
@@ -566,8 +567,7 @@ def test_groups_of_rows_are_cut_as_one_or_not_at_all(chunks: int) -> None:
     plan = Plan(tp=2, communication=Communication(token_chunks=chunks))
     compiled = compile_model(model, batch, plan, loss=lambda output, batch: output)
     captured, program = compiled.captured, compiled.program
-    trained = [p.fqn for p in program.parameters if p.trainable]
-    step = inlined(compile_step(program, (program.loss,), (program.loss,), trained))
+    step = inlined(step_of(program))
     assert in_chunks(step)
     assert verify_values(
         captured.program, step, program_state(captured.program, model), call_inputs(captured, model, batch)

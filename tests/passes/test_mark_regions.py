@@ -11,7 +11,7 @@ import transformers
 
 import fxpar
 from fxpar.cli.models import build
-from fxpar.compile import compile_model, compile_step
+from fxpar.compile import compile_model
 from fxpar.cost.capturable import CaptureRegion, capture_regions, scopes
 from fxpar.errors import InputError, PassError
 from fxpar.ir.program import Program, note, operands, output_types
@@ -24,7 +24,7 @@ from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from tests.cudagraphs.graphed import Reading
 from tests.products import few
-from tests.zoo import CASES
+from tests.zoo import CASES, step_of
 
 _TEXT = """\
 fxpar 2
@@ -59,8 +59,7 @@ def test_marks_stand_where_graphs_end() -> None:
 
 
 def _step(program: Program) -> Program:
-    trained = [p.fqn for p in program.parameters if p.trainable]
-    return compile_step(program, (program.loss,), (program.loss,), trained)
+    return step_of(program)
 
 
 def _t5() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:

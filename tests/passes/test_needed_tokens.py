@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar.compile import compile_step, lower_program
+from fxpar.compile import lower_program
 from fxpar.cost import make_report
 from fxpar.cost.seconds import travels
 from fxpar.errors import CheckFailed, FxparError
@@ -29,6 +29,7 @@ from fxpar.text.printing import print_program
 from fxpar.verify.static import STATIC, verify_static
 from tests.passes.experts import ROWS, WIDTH, compared, dispatched
 from tests.products import few
+from tests.zoo import step_of
 
 Given = dict[str, Any]
 COPIES: Given = {"dp": 4, "ep": 4, "communication": Communication("copy")}
@@ -43,8 +44,7 @@ def copied() -> Program:
 def step() -> Program:
     """Its training step, without calls of regions."""
     program = copied()
-    trained = [p.fqn for p in program.parameters if p.trainable]
-    return inlined(compile_step(program, (program.loss,), (program.loss,), trained))
+    return inlined(step_of(program))
 
 
 CASES: list[tuple[Given, str, int]] = [

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 import fxpar
-from fxpar.compile import compile_model, compile_step
+from fxpar.compile import compile_model
 from fxpar.cost.layers import Rows, behind_gathers, behind_rows, longest, parts, row_runs
 from fxpar.errors import CheckFailed, TextError
 from fxpar.ir.program import Program, note
@@ -23,7 +23,7 @@ from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import verify_static
 from tests.products import few, product
-from tests.zoo import CASES, SIZES, VOCABULARY, tokens
+from tests.zoo import CASES, SIZES, VOCABULARY, step_of, tokens
 
 _LAYERS = """\
 fxpar 2
@@ -155,8 +155,7 @@ def test_a_malformed_region_is_refused(old: str, new: str, reason: str) -> None:
 
 def _step(config: transformers.PretrainedConfig, model: type, **plan: Any) -> Program:
     compiled = compile_model(model(config).train(), tokens(), fxpar.Plan(tp=2, **plan))
-    trained = [p.fqn for p in compiled.program.parameters if p.trainable]
-    return compile_step(compiled.program, ("loss",), ("loss",), trained)
+    return step_of(compiled.program)
 
 
 def _gpt2(layers: int) -> transformers.GPT2Config:
@@ -178,19 +177,13 @@ def test_regions_do_not_grow_with_depth() -> None:
     assert [count for _, count in _shape(many).values()] == [3, 3]
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
-def test_gathers_in_front_of_a_step_cut_no_layer(shard: str) -> None:
+def test_gathers_in_front_of_a_step_cut_no_layer() -> None:
     """What travels there is waited for anywhere, and is no part: layers are called as without shards."""
-    shapes = []
-    for how in ("none", shard):
-        batch = {name: torch.cat([value, value[:1]]) for name, value in tokens().items()}
-        model = transformers.GPT2LMHeadModel(_gpt2(4)).train()
-        program = compile_model(model, batch, fxpar.Plan(dp=2, shard=how)).program
-        trained = [p.fqn for p in program.parameters if p.trainable]
-        shapes.append(
-            {name: calls for name, (_, calls) in _shape(compile_step(program, ("loss",), ("loss",), trained)).items()}
-        )
-    assert shapes[0] == shapes[1] == {"layer": 4, "layer_backward": 4}
+    batch = {name: torch.cat([value, value[:1]]) for name, value in tokens().items()}
+    model = transformers.GPT2LMHeadModel(_gpt2(4)).train()
+    for shard in ("none", "optimizer", "gradients"):
+        step = step_of(compile_model(model, batch, fxpar.Plan(dp=2, shard=shard)).program)
+        assert {name: calls for name, (_, calls) in _shape(step).items()} == {"layer": 4, "layer_backward": 4}, shard
 
 
 def _llama(layers: int) -> transformers.LlamaConfig:
@@ -304,8 +297,7 @@ def test_sliding_and_full_layers_are_two_classes() -> None:
 def test_regions_print_and_parse(name: str) -> None:
     case = CASES[name]
     program = compile_model(case.model(), case.example(), case.plan(2), case.loss).program
-    (loss,) = [program.loss]
-    step = compile_step(program, (loss,), (loss,), [p.fqn for p in program.parameters if p.trainable])
+    step = step_of(program)
     text = print_program(step)
     assert regions(step)
     assert print_program(parse_program(text)) == text

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxpar.compile import compile_model, compile_step
+from fxpar.compile import compile_model
 from fxpar.cost.communication import collectives
 from fxpar.cost.measure import measure
 from fxpar.ir.program import Program, note
@@ -22,6 +22,7 @@ from fxpar.plan.plan import Plan
 from fxpar.plan.plan_options import Recompute
 from fxpar.verify.values import call_inputs, program_state, verify_values
 from tests.products import product
+from tests.zoo import step_of
 
 
 class Regions(nn.Module):
@@ -54,8 +55,7 @@ def steps(reentrant: bool | None, **plan: Any) -> tuple[Program, Any]:
     model, batch = Regions(reentrant).double(), {"x": torch.randn(3, 5, 6, dtype=torch.float64)}
     compiled = compile_model(model, batch, Plan(**plan))
     program = compiled.program
-    trained = [p.fqn for p in program.parameters if p.trainable]
-    step = inlined(compile_step(program, ("loss",), ("loss",), trained))
+    step = inlined(step_of(program))
     captured = compiled.captured
     state = program_state(captured.program, model)
     return step, verify_values(captured.program, step, state, call_inputs(captured, model, batch))

@@ -26,7 +26,7 @@ from fxpar.text.printing import print_program
 from fxpar.verify.static import verify_static
 from fxpar.verify.values import ValueReport, call_inputs, program_state, verify_values
 from tests.passes.modules import changed, changed_by, layouts
-from tests.zoo import stirred
+from tests.zoo import step_of, stirred
 
 BATCH = {name: torch.arange(24).reshape(4, 6) % 15 for name in ("ids", "labels")}
 
@@ -63,8 +63,7 @@ def compiled(shard: str, tp: int = 1, dp: int = 2) -> Program:
 def step(shard: str, tp: int = 1) -> str:
     """The text of the whole training step."""
     program = compiled(shard, tp)
-    trained = [p.fqn for p in program.parameters if p.trainable]
-    return print_program(inlined(compile_step(program, program.outputs, (program.loss,), trained)))
+    return print_program(inlined(step_of(program, program.outputs)))
 
 
 def values(program: Program) -> ValueReport:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from fxpar.compile import compile_model, compile_step, lower_program
+from fxpar.compile import compile_model, lower_program
 from fxpar.ir.program import TensorType, note
 from fxpar.layout.layout import Placement
 from fxpar.layout.symbolic_sizes import evaluate
@@ -30,6 +30,7 @@ from fxpar.runtime.inductor import Inductor
 from tests import zoo
 from tests.products import alternate, product
 from tests.runtime.test_sent import NAME, Pair, pair
+from tests.zoo import step_of
 
 __all__ = ["pair"]  # a fixture
 
@@ -291,7 +292,7 @@ def steps_of_rows(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[tupl
         Plan(tp=2, communication=Communication("copy")),
     )
     program = compile_model(model.train(), {**batch, "labels": batch["input_ids"]}, plan).program
-    step = compile_step(program, ("loss",), ("loss",), [p.fqn for p in program.parameters if p.trainable])
+    step = step_of(program)
     graph = lower_program(step, {"tp": Group(NAME, 2, symmetric_buffer=NAME)}).module.graph
     known = {node.name: node for node in step.graph.nodes if node.op == "placeholder"}
 

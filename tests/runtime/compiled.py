@@ -17,7 +17,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 
 import fxpar
-from fxpar.compile import compile_step
 from fxpar.cost.seconds import travels
 from fxpar.experts.operators import sent_rows
 from fxpar.ir.regions import inlined
@@ -26,7 +25,7 @@ from fxpar.torch_internals import is_fake
 from tests.cudagraphs import graphed
 from tests.runtime import models
 from tests.runtime.jobs import Found, gradients, tp
-from tests.zoo import CASES
+from tests.zoo import CASES, step_of
 
 
 class Seen(CustomGraphPass):
@@ -185,8 +184,7 @@ def deep(sequence_parallel: bool) -> Found:
             first, codes = run_and_get_code(model.train_step, batch)
             losses = [float(first), float(model.train_step(batch))]
         found[kind] = {"losses": losses, "gradients": gradients(model)}
-    trained = [p.fqn for p in model.program.parameters if p.trainable]
-    step = inlined(compile_step(model.program, ("loss",), ("loss",), trained))
+    step = inlined(step_of(model.program))
     found["code"] = sorted({count for code in codes for count in beside(code)})
     found["program"] = sorted({len(each.beside) for each in travels(step)})
     return {**found, "graphs": len(seen.graphs)}

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, fx
 
 import fxpar
-from fxpar.compile import compile_model, compile_step, lower_program
+from fxpar.compile import compile_model, lower_program
 from fxpar.ir.program import Note, ScalarType, TensorType, has_note, note, output_node, output_types, set_note
 from fxpar.layout.symbolic_sizes import names
 from fxpar.mesh.axes import joined_names
@@ -24,7 +24,7 @@ from fxpar.runtime import units as units_module
 from fxpar.runtime.units import Segment, StepUnits, computing_again, dense, is_number, units_of
 from tests.cudagraphs.graphed import deepseek_v3, mixtral, words
 from tests.passes.experts import Routed
-from tests.zoo import SIZES, VOCABULARY, tokens
+from tests.zoo import SIZES, VOCABULARY, step_of, tokens
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ def _graph(layers: int, experts: bool) -> fx.Graph:
     if experts:
         model, batch, plan = mixtral(layers=layers), words(1)[0], fxpar.Plan(dp=2, ep=2)
     program = compile_model(model.train(), batch, plan).program
-    step = compile_step(program, ("loss",), ("loss",), [p.fqn for p in program.parameters if p.trainable])
+    step = step_of(program)
     groups = {name: Group("ranks", 2) for name in joined_names(program.axes)}
     graph: fx.Graph = lower_program(step, groups).module.graph
     return graph
@@ -116,7 +116,7 @@ def test_what_the_routing_gives_a_size_is_in_no_compiled_unit(
     """In one call, whatever its reasons; of what is compiled all operands are tensors, and sends are awaited."""
     model, experts = build(), fxpar.Experts("dropless")
     program = compile_model(model.train(), words(1)[0], fxpar.Plan(ep=2, experts=experts, compile=True, **plan)).program
-    step = compile_step(program, ("loss",), ("loss",), [p.fqn for p in program.parameters if p.trainable])
+    step = step_of(program)
     for node in [node for node in step.graph.nodes if node.target is reduce_from]:
         node.all_input_nodes[0].append(node)  # sent as early as can be
     graph = lower_program(step, {n: Group("ranks", 2) for n in joined_names(program.axes)}).module.graph
@@ -179,7 +179,7 @@ def _llama(layers: int, recompute: str) -> fx.Graph:
     config = transformers.LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **sizes)
     model = transformers.LlamaForCausalLM(config).bfloat16().train()
     program = compile_model(model, tokens(), fxpar.Plan(tp=2, recompute=fxpar.Recompute(recompute))).program
-    step = compile_step(program, ("loss",), ("loss",), [p.fqn for p in program.parameters if p.trainable])
+    step = step_of(program)
     graph: fx.Graph = lower_program(step, {"tp": Group("ranks", 2)}).module.graph
     return graph
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from torch import fx
 
-from fxpar.compile import compile_model, compile_step
+from fxpar.compile import compile_model
 from fxpar.ir.program import Program, ScalarType, has_note, note, tensor_type, update
 from fxpar.ir.regions import inlined
 from fxpar.ops.collectives import all_gather, reduce_scatter
@@ -25,6 +25,7 @@ from tests.cudagraphs import graphed
 from tests.products import few
 from tests.runtime import overlap_jobs
 from tests.runtime.world import World
+from tests.zoo import step_of
 
 CASES: list[tuple[str, int, str, bool]] = [
     (shard, micro, impl, compiled)
@@ -57,8 +58,7 @@ def calls(shard: str, compiled: bool) -> list[fx.Node]:
     """A step as a rank runs it, without numbers and items."""
     with overlap_jobs.in_buckets():
         program = program_of(Plan(dp=2, shard=shard, compile=compiled))
-        trained = [p.fqn for p in program.parameters if p.trainable]
-        step = compile_step(program, (program.loss,), (program.loss,), trained)
+        step = step_of(program)
         graph = lower(step, {"dp": Group("dp", 2)}).module.graph
     return [
         node
@@ -120,8 +120,7 @@ CUTS = [("partial", True, True), ("partial", False, False), ("full_iteration", T
 @pytest.mark.parametrize(("impl", "ends", "stays"), CUTS)
 def test_layers_send_for_themselves_where_a_graph_ends(impl: str, ends: bool, stays: bool) -> None:
     program = program_of(Plan(dp=2, shard="parameters", cuda_graphs=CudaGraphs(impl)))
-    trained = [p.fqn for p in program.parameters if p.trainable]
-    step = inlined(compile_step(program, (program.loss,), (program.loss,), trained))
+    step = inlined(step_of(program))
     before = [node.name for node in step.graph.nodes]
     if ends:
         update(next(node for node in step.graph.nodes if note(node).region), uncaptured="reads a value")
@@ -131,8 +130,7 @@ def test_layers_send_for_themselves_where_a_graph_ends(impl: str, ends: bool, st
 
 def test_what_ranks_copy_stays_in_its_layer() -> None:
     program = program_of(Plan(dp=2, shard="parameters"))
-    trained = [p.fqn for p in program.parameters if p.trainable]
-    step = inlined(compile_step(program, (program.loss,), (program.loss,), trained))
+    step = inlined(step_of(program))
     sent = [node for node in step.graph.nodes if node.target in (all_gather, reduce_scatter) and note(node).region]
     copied = {node for node in sent if node.name.startswith(("layer_2_", "mm"))}
     for node in copied:

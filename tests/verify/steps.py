@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxpar.compile import compile_model, compile_step
+from fxpar.compile import compile_model
 from fxpar.ir.program import Program, has_note, note, output_node, set_note
 from fxpar.ir.regions import inlined
 from fxpar.ir.step import is_forward, is_gradient
@@ -20,6 +20,7 @@ from fxpar.ops.operator import Operator
 from fxpar.plan.plan import Plan
 from fxpar.verify.simulate_ranks import SimulationResult
 from fxpar.verify.values import call_inputs, program_state, reference_run, verify_values
+from tests.zoo import step_of
 
 Edit = tuple[str, Program]
 
@@ -77,8 +78,7 @@ class Trial:
         batch = {"ids": torch.randint(0, 20, (rows, 6)), "labels": torch.randint(0, 20, (rows, 6))}
         compiled = compile_model(model, batch, Plan(**plan))
         self.captured, self.program = compiled.captured.program, compiled.program
-        trained = [p.fqn for p in compiled.program.parameters if p.trainable]
-        self.step = inlined(compile_step(compiled.program, compiled.program.outputs, ("loss",), trained))
+        self.step = inlined(step_of(compiled.program, compiled.program.outputs))
         self.state = program_state(self.captured, model)
         self.inputs = call_inputs(compiled.captured, model, batch)
         self.reference: SimulationResult = reference_run(self.captured, self.state, self.inputs)

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from fxpar.compile import compile_model, compile_step
+from fxpar.compile import compile_model
 from fxpar.errors import CheckFailed, FxparError
 from fxpar.ir.stages import stages_of
 from fxpar.manager import PassManager
@@ -21,6 +21,7 @@ from tests.passes.experts import Routed, batch
 from tests.passes.test_recompute import Regions
 from tests.verify.damage import DAMAGES, damaged
 from tests.verify.steps import Small
+from tests.zoo import step_of
 
 _WORDS = {name: torch.arange(24).reshape(4, 6) % 20 for name in ("ids", "labels")}
 
@@ -46,8 +47,7 @@ def texts(name: str) -> tuple[str, ...]:
         passes = step_passes(stage.program.outputs, stage.tangents, trained, splits=True)
         found += [stage.program, PassManager(passes, STATIC, checked=True).run(stage.program)]
     else:
-        trained = [p.fqn for p in program.parameters if p.trainable]
-        found.append(compile_step(program, program.outputs, (program.loss,), trained))
+        found.append(step_of(program, program.outputs))
     return tuple(map(print_program, found))
 
 

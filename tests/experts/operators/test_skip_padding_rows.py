@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fxpar.compile import compile_step
 from fxpar.experts.operators import permute
 from fxpar.experts.operators.grouped import grouped_linear, swiglu_gradient, swiglu_rows
 from fxpar.experts.operators.permute import moe_permute, take_weighed
@@ -21,6 +20,7 @@ from fxpar.plan.plan_options import Experts, Recompute
 from fxpar.verification import expect, verify
 from tests.passes.experts import Routed, batch, dispatched
 from tests.products import few
+from tests.zoo import step_of
 
 aten, fxp = torch.ops.aten, torch.ops.fxpar
 FILLING = (fxp.moe_permute, fxp.take_weighed, fxp.grouped_linear, fxp.swiglu_rows, fxp.swiglu_gradient)
@@ -52,7 +52,7 @@ def test_what_they_hold_changes_nothing(name: str, monkeypatch: pytest.MonkeyPat
     own, leaves = PLANS[name]
     program = dispatched(Plan(**own))
     assert program.loss is not None
-    step = compile_step(program, (program.loss,), (program.loss,), [p.fqn for p in program.parameters if p.trainable])
+    step = step_of(program)
     lowered = lower(step, {axis: Group(axis, n) for axis, n in step.axes.items()})
     # Rows that travel, forward and backward; or what the forward made and a recomputed order reads.
     filled = {"alltoall": 2, "dropless": 2, "etp": 2, "capacity": 2, "recompute": 2}.get(name, 0)
