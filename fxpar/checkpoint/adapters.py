@@ -25,7 +25,10 @@ from fxpar.runtime.shard_spec import ModelTensor
 
 _FILE, _CONFIGURATION = "adapter_model.safetensors", "adapter_config.json"
 # Settings of which tensors of the same shapes make other values.
-_MEANING = ("peft_type", "lora_alpha", "alpha_pattern", "rank_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
+_MEANING = (
+    *("peft_type", "lora_alpha", "alpha_pattern", "rank_pattern", "use_rslora", "use_dora", "fan_in_fan_out"),
+    "trainable_token_indices",
+)
 
 
 def adapter_of(model: nn.Module) -> str:
@@ -48,7 +51,7 @@ def save_adapter(weights: RankTensors, model: nn.Module, folder: str | Path) -> 
         return on_all(weights, entries[names[key]]).to("cpu", copy=True)
 
     files = {_FILE: list(specs)}  # peft reads one file alone
-    write_checkpoint(weights, folder, files, specs, gather, lambda path: _save_configuration(path, model))
+    write_checkpoint(weights, folder, files, specs, gather, lambda path: save_adapter_configuration(path, model))
 
 
 def _names_by_key(model: Any, saved: Sequence[str]) -> dict[str, str]:
@@ -65,8 +68,11 @@ def _names_by_key(model: Any, saved: Sequence[str]) -> dict[str, str]:
     return {key: names[id(mark)] for key, mark in chosen.items()}
 
 
-def _save_configuration(path: Path, model: Any) -> None:
-    """Writes the adapter's configuration, as peft does: for inference, and with the base model's class or name."""
+def save_adapter_configuration(path: Path, model: Any) -> None:
+    """Writes the adapter's configuration, as peft does: for inference, and with the base model's class or name.
+
+    OSError where that cannot be.
+    """
     base = model.get_base_model()
     config = copy.copy(model.peft_config[adapter_of(model)])
     config.inference_mode = True
@@ -92,9 +98,22 @@ def open_for(model: nn.Module, checkpoint: str | Path | Checkpoint, saved: Seque
             _check_configuration(file.with_name(_CONFIGURATION), model)
             return Checkpoint(file).of_part({key: (name,) for key, name in _names_by_key(model, saved).items()}, saved)
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-    if adapter_of(model) and opened.shapes.keys().isdisjoint(saved):
-        return opened.of_part(_names_by_base_name(model, saved), saved)
+    if adapter_of(model):
+        if opened.shapes.keys().isdisjoint(saved):
+            return opened.of_part(_names_by_base_name(model, saved), saved)
+        check_adapter(opened.path if opened.path.is_dir() else opened.path.parent, model)
     return opened
+
+
+def check_adapter(folder: Path, model: nn.Module) -> None:
+    """Checks that an adapter saved with its base, as in a training, means the same in the model.
+
+    Raises:
+        CheckpointError: it is of another configuration.
+    """
+    configuration = folder / _CONFIGURATION
+    if adapter_of(model) and configuration.is_file():
+        _check_configuration(configuration, model)
 
 
 def _names_by_base_name(model: Any, saved: Sequence[str]) -> dict[str, list[str]]:

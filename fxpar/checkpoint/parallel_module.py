@@ -266,7 +266,8 @@ class ParallelModule(RankModule):
         """
         self.saver.wait(self.world.agreement.agree)
         objects = TrainingObjects(optimizer, scheduler, scaler)
-        progress = resume_training(self._rank_tensors(), folder, objects, self.plan.seed, missing)
+        model, seed = self._programs.skeleton, self.plan.seed
+        progress = resume_training(self._rank_tensors(), model, folder, objects, seed, missing)
         if progress is None:
             return None
         self.step = progress.step

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxpar.checkpoint.adapters import adapter_of
+from fxpar.checkpoint.adapters import adapter_of, check_adapter, save_adapter_configuration
 from fxpar.checkpoint.initial import load
 from fxpar.checkpoint.optimizer_state import check_fits, class_name, collect, decode, document, encode, misfit, restore
 from fxpar.checkpoint.safetensors_files import (
@@ -185,8 +185,10 @@ def begin_save(
         fresh = _begin(root, _step_of(progress.position))
         _create_files(fresh, content, specs)
         # With an adapter, tensors of the base have names of peft's, which transformers would not find.
-        if not adapter_of(model):
-            with writable(fresh):
+        with writable(fresh):
+            if adapter_of(model):
+                save_adapter_configuration(fresh, model)
+            else:
                 save_configuration(fresh, model, specs[_WEIGHTS].values())
     weights.agree(facts, "train alike on every rank, and pass the same position")
     fresh = fresh if weights.rank == 0 else _begun(root)
@@ -338,9 +340,13 @@ def _unsealed(path: Path) -> Any:
 
 
 def resume_training(
-    weights: RankTensors, folder: str | Path, objects: TrainingObjects, seed: int, missing: str
+    weights: RankTensors, model: nn.Module, folder: str | Path, objects: TrainingObjects, seed: int, missing: str
 ) -> TrainingProgress | None:
-    """Resumes from the last save of a folder, or from a certain one; see `ParallelModule.resume_training`."""
+    """Resumes from the last save of a folder, or from a certain one; see `ParallelModule.resume_training`.
+
+    Args:
+        model: the unsplit one, for its adapter's configuration.
+    """
     if missing not in ("raise", "start"):
         remedy = 'pass "raise", or "start" to begin anew'
         raise InputError(f"must be raise or start, got {shown(missing)}", where="missing", remedy=remedy)
@@ -352,6 +358,7 @@ def resume_training(
     weights.agree({"its content": _fact(content)}, "give every rank the same folder")
     content = _checked(path, content)
     _check_fits(weights, path, content, objects, seed)
+    check_adapter(path, model)
     _check_files(weights, path, content)
     states = {kind.removeprefix("optimizer."): kind for kind in content["files"] if kind != _WEIGHTS}
     opened = {key: Checkpoint(_entry_point(path, kind)) for key, kind in states.items()}

@@ -217,6 +217,28 @@ def test_adapters_of_another_meaning_are_refused(tmp_path: Path) -> None:
     assert_equal_states(model.full_state_dict(), before)
 
 
+def test_adapters_of_other_tokens_are_refused(tmp_path: Path) -> None:
+    """Tensors fit, and would change other words."""
+    with_lora(tiny_llama(), trainable_token_indices=[1, 5]).save_pretrained(tmp_path)
+    alone(with_lora(tiny_llama(), trainable_token_indices=[1, 5])).load_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"trainable_token_indices=\[1, 5\], and the model's adapter \[2, 6\]"):
+        alone(with_lora(tiny_llama(), trainable_token_indices=[2, 6])).load_checkpoint(tmp_path)
+
+
+def test_trainings_of_adapters_of_another_meaning_are_refused(tmp_path: Path) -> None:
+    """Tensors fit, and would be scaled otherwise: in a resume, and where weights alone are loaded."""
+    model = alone(with_lora(tiny_llama()))
+    path = model.save_training(tmp_path, fxpar.Optimizer(model, "adamw", lr=1e-2))
+    other = alone(with_lora(tiny_llama(), lora_alpha=7))
+    message = r"adapter_config.json: has lora_alpha=5, and the model's adapter 7; .*PeftConfig"
+    with pytest.raises(CheckpointError, match=message):
+        other.resume_training(tmp_path, fxpar.Optimizer(other, "adamw", lr=1e-2))
+    for place in (path, path / "model.safetensors"):
+        with pytest.raises(CheckpointError, match=message):
+            other.load_checkpoint(place)
+    model.load_checkpoint(path)
+
+
 def test_the_configuration_is_for_inference_and_names_the_base(tmp_path: Path) -> None:
     base = tiny_llama()
     base.name_or_path = "some/base"
