@@ -162,8 +162,8 @@ def initialiser_of(model: nn.Module, layer: nn.Module) -> Callable[[], None] | N
 def _check_configuration(path: Path, model: Any) -> None:
     """Refuses an adapter whose tensors would mean something else in the model."""
     try:
-        there = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        there = dict[str, Any](json.loads(path.read_text(encoding="utf-8")).items())
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         remedy = "name a folder that save_checkpoint or peft's save_pretrained has written"
         raise CheckpointError(f"cannot be read: {error}", where=str(path), remedy=remedy) from error
     here = model.peft_config[adapter_of(model)].to_dict()

@@ -211,6 +211,10 @@ def test_adapters_of_another_meaning_are_refused(tmp_path: Path) -> None:
     with_lora(tiny_llama(), target_modules=["q_proj"]).save_pretrained(tmp_path / "fewer")
     with pytest.raises(CheckpointError, match=r"lacks .*lora_"):
         model.load_checkpoint(tmp_path / "fewer")
+    for text in ("[]", "3", "[" * 100000):
+        (tmp_path / "fewer" / "adapter_config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"adapter_config.json: cannot be read"):
+            model.load_checkpoint(tmp_path / "fewer")
     (tmp_path / "fewer" / "adapter_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"adapter_config.json: cannot be read"):
         model.load_checkpoint(tmp_path / "fewer")
