@@ -123,14 +123,18 @@ def arrived(started: Tensor) -> Tensor:
 
 def start_gather(x: Tensor, group: str, size: int) -> Tensor:
     """Starts S → R, S → I: the ranks' tensors stacked, [n, …]."""
-    return _c10d.all_gather_into_tensor(x.contiguous().unsqueeze(0), size, group)  # type: ignore[no-any-return]
+    return _alone(_c10d.all_gather_into_tensor(x.contiguous().unsqueeze(0), size, group))
 
 
 def start_gathers(values: Sequence[Tensor], group: str, size: int) -> list[Tensor]:
     """Starts several gathers at once, each as `start_gather` does."""
-    return _c10d.all_gather_into_tensor_coalesced(  # type: ignore[no-any-return]
-        [value.contiguous().unsqueeze(0) for value in values], size, group
-    )
+    started = _c10d.all_gather_into_tensor_coalesced([value.contiguous().unsqueeze(0) for value in values], size, group)
+    return [_alone(value) for value in started]
+
+
+def _alone(started: Tensor) -> Tensor:
+    """Waits for a gather on CPUs: gathers of gloo that run at the same time corrupt memory (torch 2.11 and 2.13)."""
+    return arrived(started) if started.is_cpu else started
 
 
 def put_in_places(started: Tensor, dim: int, pieces: Pieces) -> Tensor:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpar
 from fxpar.checkpoint.parallel_module import ParallelModule
+from fxpar.ops import process_group
 from fxpar.runtime.sharded import local_of
 from tests.checkpoint.live import LiveBytes
 from tests.cudagraphs import graphed
@@ -393,3 +394,17 @@ def from_meta(shard: str, dp: int) -> Found:
     rest = sum(local_of(p).numel() * p.element_size() for p in module.parameters())
     loading = {"building": module.loading.peak, "training": live.peak, "rest": rest}
     return {**loading, "loss": loss, "state": module.full_state_dict()}
+
+
+def gathered_at_once(times: int) -> bool:
+    """Several gathers that are started before the first is waited for, again and again."""
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    values = [torch.full(shape, float(dist.get_rank())) for shape in ((12, 6), (12,), (6, 12), (6,), (16, 6), (6,))]
+    expected = [torch.stack((torch.zeros_like(value), torch.ones_like(value))) for value in values]
+    for _ in range(times):
+        started = [process_group.start_gathers(values[skipped:], group, 2) for skipped in (0, 1, 2, 0)]
+        for skipped, gathers in zip((0, 1, 2, 0), started, strict=True):
+            found = [process_group.arrived(gather) for gather in gathers]
+            if not all(map(torch.equal, found, expected[skipped:])):
+                return False
+    return True

@@ -157,6 +157,12 @@ def test_a_rank_has_its_part_of_what_the_ranks_divide(world2: World, shard: str)
             assert local == whole.get(name, elements // 2), name
 
 
+@pytest.mark.matrix
+def test_gathers_at_the_same_time_keep_the_memory_whole(world2: World) -> None:
+    """By gloo: several at once killed processes after some ten thousand."""
+    assert world2.run(shard_jobs.gathered_at_once, 10_000) == [True, True]
+
+
 @pytest.mark.parametrize(("tp", "dp"), few(MESHES, [(1, 2)]))
 @pytest.mark.parametrize("shard", SHARED)
 def test_gradients_of_several_calls_are_added_up(request: Fixture, shard: str, tp: int, dp: int) -> None:
