@@ -270,7 +270,7 @@ class _Merged:
             others = [other for other in entry.names if not other.startswith(f"{path}.")]
             if name.startswith(f"{path}.") and others:
                 raise InputError(
-                    f"has an adapter, and is tied to {others[0]}, which has none",
+                    f"has an adapter, and is tied to {others[0]}, which the merge would untie or change",
                     where=name,
                     remedy="leave merged=True out, to save the adapter by itself; to merge it, untie the base model "
                     "before get_peft_model",

@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import re
-import shutil
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +33,7 @@ from fxpar.checkpoint.safetensors_files import (
     bytes_of,
     folder_of,
     index_document,
+    remove,
     split_files,
     sync_folder,
     writable,
@@ -465,8 +465,9 @@ def _check_files(weights: RankTensors, path: Path, content: Mapping[str, Any]) -
     for file, name, offsets, sizes, _ in rows:
         spec = files[file].specs.get(name) if file in files else None
         ends = zip(offsets, sizes, spec.shape, strict=False) if spec else ()
-        fits = spec and len(offsets) == len(sizes) == len(spec.shape) and all(0 <= o <= o + n <= m for o, n, m in ends)
-        if not fits:
+        if not (
+            spec and len(offsets) == len(sizes) == len(spec.shape) and all(0 <= o <= o + n <= m for o, n, m in ends)
+        ):
             raise _damaged(path, f"holds no such part of {name}")
     # Ranks share out the checksums: in all each byte is read once more, and not once on every rank.
     for file, name, offsets, sizes, check in rows[weights.rank :: weights.size]:
@@ -517,7 +518,7 @@ def _begin(folder: Path, step: int | None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
             if _LEFTOVER.fullmatch(path.name):
-                shutil.rmtree(path)
+                remove(path)
         known = _completed(folder)
         number = int(known[-1].name.split("-")[1]) + 1 if known else 1
         fresh = folder / (f"saving-{number:08d}" + ("" if step is None else f"-step-{step}"))
@@ -581,8 +582,7 @@ def _finish(fresh: Path, content: bytes, keep: int) -> None:
         sync_folder(folder)
         for path in _completed(folder)[:-keep]:
             # Renamed first: a removal that is killed half way leaves nothing that looks complete.
-            gone = path.rename(folder / path.name.replace("training", "removing"))
-            shutil.rmtree(gone)
+            remove(path.rename(folder / path.name.replace("training", "removing")))
 
 
 def _complete(fresh: Path) -> Path:

@@ -263,7 +263,9 @@ class Runner:
         name, leaves, steps = call.loss, call.leaves, call.ready
         if not leaves or name not in steps.differentiable:
             raise InputError(
-                "no parameter that the loss reaches requires a gradient", where="train_step", remedy="unfreeze some"
+                "no parameter that the loss reaches requires a gradient",
+                where="train_step",
+                remedy="unfreeze some; load an adapter of peft with is_trainable=True",
             )
         whole = microbatch is None and self.waiting.is_idle
         # Other outputs, such as logits, are left out, so that no step holds them to its end.

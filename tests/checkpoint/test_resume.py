@@ -196,7 +196,11 @@ def test_saves_are_kept_and_a_certain_one_is_resumed(tmp_path: Path) -> None:
         training.steps(1)
         paths.append(training.save(tmp_path))
         (tmp_path / "saving-00000009").mkdir()  # of a save that was killed
+        if len(paths) == 1:  # moved elsewhere, with a link in its place
+            (tmp_path / "saving-00000008").symlink_to(paths[0].rename(tmp_path / "elsewhere"))
+            paths[0].symlink_to(tmp_path / "elsewhere")
     assert sorted(tmp_path.glob("training-*")) == paths[2:]
+    assert (tmp_path / "elsewhere" / "training.json").is_file()
     position = training.model.resume_training(paths[2], training.optimizer, training.scheduler)
     assert position["microbatch"] == 9
     assert training.model.resume_training(tmp_path, training.optimizer, training.scheduler)["microbatch"] == 12
