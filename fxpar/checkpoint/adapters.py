@@ -1,7 +1,7 @@
 """Adapters that peft has put around a model's layers (LoRA): saved and loaded as peft does, or merged into the base.
 
 peft's own objects say how tensors are called in its files and what is merged, so that both are as peft does them. They
-are asked on the unsplit model without memory, whose layers get values one at a time. Whoever has such a model has
+run on the unsplit model without memory, whose layers get values one at a time. Whoever has such a model has
 imported peft: nothing else here needs it.
 """
 
