@@ -273,9 +273,21 @@ def verify_values(
     if Property.STEP in program.properties:
         return _verify_step(captured, program, state, inputs, step, reference)
     program = step_of(program)
-    ranks = run_ranks(promote(program), _weights(program, state), _given(program, inputs, step), sizes)
+    ranks = simulated_run(program, state, inputs, step)
     again = functools.partial(reference_run, captured, state, inputs, step=step)
     return compare(reference, program, ranks, sizes, again)
+
+
+def simulated_run(
+    program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], step: int = 0
+) -> list[SimulationResult]:
+    """Returns what every rank computes of a localised program, forward and backward, in float64.
+
+    Args:
+        program: otherwise as for `verify_values`.
+    """
+    weights, rows = _weights(program, state), _given(program, inputs, step)
+    return run_ranks(promote(step_of(program)), weights, rows, symbol_values(program, inputs))
 
 
 def _verify_step(
