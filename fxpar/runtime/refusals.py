@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.errors import InputError
-from fxpar.runtime.parameters import original_of
+from fxpar.runtime.parameters import original_of, shard_spec_of
 
 _HOOKS = "the compiled program calls no hooks: it runs operators and no modules"
 _FSDP = "parameters are split and sharded by the plan"
@@ -114,6 +114,25 @@ class Unwrappable(nn.Module):
             return record.elsewhere[name]
         return super().__getattr__(name)
 
+    # ------------------------------------------------------------------ what print shows
+
+    def extra_repr(self) -> str:
+        """Returns what the author's class shows, and how the module's own weights are split."""
+        return "; ".join(part for part in (super().extra_repr(), self._splits()) if part)
+
+    def __repr__(self) -> str:
+        text, splits = super().__repr__(), self._splits()
+        author: Any = original_of(type(self))
+        if not splits or author.__repr__ is nn.Module.__repr__:
+            return text  # which calls extra_repr
+        return f"{text.removesuffix(')')}; {splits}{')' * text.endswith(')')}"
+
+    def _splits(self) -> str:
+        """Returns of each of its parameters that is not whole here its layout, and the shape of this rank's part."""
+        specs = {name: shard_spec_of(p) for name, p in self.__dict__["_parameters"].items() if p is not None}
+        texts = [f"{n} {spec.layout} {list(spec.part_shape)}" for n, spec in specs.items() if spec and spec.cuts]
+        return ", ".join([*texts, *(f"{name} on other ranks" for name in self.__dict__[RECORD].elsewhere)])
+
     # ------------------------------------------------------------------ moves and copies
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,11 +191,13 @@ class Unwrappable(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse(_place_of(self), "cannot be copied or pickled", "save full_state_dict() of the whole model")
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses: transformers' own would write this rank's parts."""
-        _refuse("save_pretrained()", "would write one rank's parts", "call save_checkpoint(folder) on all ranks")
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses, of a part of the model: transformers' own would write this rank's parts."""
+        _refuse("save_pretrained()", "would write one rank's parts", "call save_pretrained of the whole model")
 
-    push_to_hub = save_pretrained
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuses: transformers' own would send this rank's parts."""
+        _refuse("push_to_hub()", "would send one rank's parts", "save_checkpoint(folder), and send that folder")
 
     def get_delta_weight(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuses what peft adds to a base's weights: merged, and added once more by the program that runs."""

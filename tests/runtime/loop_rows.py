@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import MethodType
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, parametrize, prune
 from torch.optim.swa_utils import AveragedModel
 
+from fxpar.checkpoint.parallel_module import ParallelModule
 from tests.runtime.loop_moves import COPIED  # its rows too
 from tests.runtime.loops import Block, Model, Registry, row, run, step
 
@@ -186,9 +188,16 @@ def tied(m: Any, b: Any) -> Any:
     return m.heads["words"].weight is m.embed.weight, m.heads.words is m.heads["words"]
 
 
-@row()
+@row(places=("tp", "dp"))
 def printed(m: Any, b: Any) -> Any:
-    return str(m), repr(m.blocks[2]), m.blocks[0].extra_repr()
+    # What the parallel module says of splits follows what the author's classes say.
+    split = re.compile(r"(; )?(, )?\w+ tp:S\([^)]*\) \[[\d, ]*\]")
+    return [split.sub("", text) for text in (str(m), repr(m.blocks[2]), m.blocks[0].extra_repr())]
+
+
+@row(places=("tp",))
+def printed_splits(m: Any, b: Any) -> Any:
+    return not isinstance(m, ParallelModule) or "weight tp:S(0) [" in str(m)
 
 
 @row()
