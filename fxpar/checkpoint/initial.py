@@ -50,6 +50,13 @@ def materialize(model: nn.Module, seed: int = 0, device: torch.device | str = "c
     Write it into `_init_weights` or `reset_parameters`. `torch.Tensor(n, m)` in a constructor ignores the meta device:
     such a tensor counts as one that has values, whatever they are.
 
+    Example:
+        ```python
+        with torch.device("meta"):
+            model = torch.nn.Linear(4, 4)
+        fxpar.materialize(model, seed=0, device="cpu")
+        ```
+
     Args:
         model: changed in place: its meta parameters and buffers are replaced by new ones.
         seed: the `Plan.seed` of the run to compare with.

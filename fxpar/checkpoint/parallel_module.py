@@ -56,6 +56,14 @@ class ParallelModule(RankModule):
     batch, and sizes for which the model takes other branches. Sizes of one, such as a batch of one sample, have
     separate programs.
 
+    Example:
+        ```python
+        loss = model.train_step(batch)
+        model.clip_grad_norm_(1.0)
+        weights = model.full_state_dict()  # the author's names and shapes
+        model.save_checkpoint("out")
+        ```
+
     Attributes:
         plan: how the model is split.
         world: the processes.
@@ -163,6 +171,26 @@ class ParallelModule(RankModule):
             with writable(Path(folder)):
                 tokenizer.save_pretrained(folder)
         self.world.agreement.agree({}, "")  # all files are there
+
+    def save_pretrained(self, save_directory: str | Path, max_shard_size: int | str = "5GB", **options: Any) -> None:
+        """Writes what `save_checkpoint` writes, under the name and arguments of transformers. All ranks must call it.
+
+        Args:
+            save_directory: where to write.
+            max_shard_size: the most bytes of tensors in a file.
+            options: none; transformers has others.
+
+        Raises:
+            InputError: another option.
+            CheckpointError: as of `save_checkpoint`.
+        """
+        if options:
+            where, remedy = (
+                f"save_pretrained({', '.join(options)}=…)",
+                "leave it out: safetensors are written by rank 0",
+            )
+            raise InputError("is not supported for a split model", where=where, remedy=remedy)
+        self.save_checkpoint(save_directory, max_shard_size)
 
     @together_at_once
     def load_checkpoint(self, checkpoint: str | Path | Checkpoint) -> None:

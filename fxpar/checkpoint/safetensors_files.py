@@ -291,6 +291,13 @@ class _Entry:
 class Checkpoint:
     """Names a safetensors checkpoint of one or more files, and reads parts of its tensors.
 
+    Example:
+        ```python
+        model.save_checkpoint("out")
+        checkpoint = fxpar.Checkpoint("out", rename=lambda name: name.removeprefix("model."))
+        model.load_checkpoint(checkpoint)
+        ```
+
     Args:
         path: a `.safetensors` file, an `.index.json`, or a folder with `model.safetensors` or
             `model.safetensors.index.json`.

@@ -95,7 +95,7 @@ def unmerged(sizes: Sizes) -> Found:
         "merge_adapter": refusal(adapted.merge_adapter),
         "merge_and_unload": refusal(adapted.merge_and_unload),
         "merge": refusal(layer.merge),
-        "save_pretrained": refusal(lambda: model.save_pretrained("folder")),
+        "save_pretrained": refusal(lambda: model.save_pretrained("folder", selected_adapters=["other"])),
     }
     after = model.full_state_dict()
     found["same"] = all(torch.equal(before[name], after[name]) for name in before)

@@ -118,6 +118,20 @@ def test_how_a_model_generates_is_exported_or_refused(tmp_path: Path) -> None:
     fxpar.parallelize(model, fxpar.Plan(), weight_jobs.batch("gpt2")).save_checkpoint(tmp_path / "mended")
 
 
+def test_scripts_export_by_the_call_of_transformers(tmp_path: Path) -> None:
+    model: Any = fxpar.parallelize(reference("gpt2"), fxpar.Plan(), weight_jobs.batch("gpt2"))
+    model.save_pretrained(tmp_path / "model", max_shard_size="10KB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "model")
+    assert_equal_states(loaded.state_dict(), reference("gpt2").state_dict())
+    with pytest.raises(InputError, match=r"save_pretrained\(safe_serialization=…\): is not supported.*leave it out"):
+        model.save_pretrained(tmp_path / "other", safe_serialization=False)
+    with pytest.raises(InputError, match="call save_pretrained of the whole model"):
+        model.transformer.save_pretrained(tmp_path / "other")
+    with pytest.raises(InputError, match="push_to_hub"):
+        model.push_to_hub("name")
+
+
 def test_the_tokenizer_is_exported_too(tmp_path: Path) -> None:
     words = {"[UNK]": 0, "ranks": 1, "agree": 2}
     fast: Any = transformers.PreTrainedTokenizerFast
