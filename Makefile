@@ -8,7 +8,7 @@ STAMP := $(VENV)/.stamp
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 SOURCES := fxpar tests samples tools
 
-.PHONY: demo test test-matrix lint
+.PHONY: demo test test-matrix lint docs
 
 demo: $(STAMP)
 	$(BIN)/python samples/quickstart.py
@@ -18,6 +18,10 @@ test: $(STAMP)
 
 test-matrix: $(STAMP)
 	$(PYTEST) -m matrix
+
+# The site, in build/site; a test builds it too.
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict
 
 # ruff does not follow the link fxpar/passes, so it gets passes by name.
 lint: $(STAMP)

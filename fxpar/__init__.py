@@ -1,5 +1,25 @@
 """fxpar: a compiler that splits a single-device PyTorch transformer over many devices, and proves it right.
 
+Split and train:
+
+- `parallelize` compiles a model into the part that a process runs: a `ParallelModule`
+- `Plan` says how, with `Experts`, `Pipeline`, `Recompute`, `Communication`, `Operators`, `CudaGraphs`, `Cost`
+- `Optimizer`, `optim.Muon` step its parameters, and `train` is a whole loop
+- `shard_batch`, `BatchSampler`, `prefetch` bring a process its rows
+- `perplexity`, `cloze_accuracy` evaluate
+- `Checkpoint`, `materialize` are where weights come from
+
+Change the compiler:
+
+- `Program` is what passes rewrite, `PassManager` runs them, `register_pass` makes one of a function
+- `register_rule` says how an operator of yours treats layouts, and `ops` has fxpar's own operators
+- `testing` runs and proves all ranks of a split model in one process
+
+Errors, all of them a `FxparError` with `where`, `reason` and `remedy`:
+
+- `InputError`: `PlanError`, `CaptureError`, `CheckpointError`, `RankError`, `ScheduleError`, `TextError`
+- of a pass: `LayoutError`, `PassError`, `CheckFailed`
+
 Importing the package loads nothing heavy: names are resolved on first use.
 """
 
@@ -15,7 +35,17 @@ if TYPE_CHECKING:
     from fxpar.checkpoint.initial import materialize as materialize
     from fxpar.checkpoint.parallel_module import ParallelModule as ParallelModule
     from fxpar.checkpoint.safetensors_files import Checkpoint as Checkpoint
+    from fxpar.errors import CaptureError as CaptureError
+    from fxpar.errors import CheckFailed as CheckFailed
+    from fxpar.errors import CheckpointError as CheckpointError
     from fxpar.errors import FxparError as FxparError
+    from fxpar.errors import InputError as InputError
+    from fxpar.errors import LayoutError as LayoutError
+    from fxpar.errors import PassError as PassError
+    from fxpar.errors import PlanError as PlanError
+    from fxpar.errors import RankError as RankError
+    from fxpar.errors import ScheduleError as ScheduleError
+    from fxpar.errors import TextError as TextError
     from fxpar.ir.program import Program as Program
     from fxpar.loop.data import BatchSampler as BatchSampler
     from fxpar.loop.perplexity import cloze_accuracy as cloze_accuracy
@@ -38,20 +68,30 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "BatchSampler": "fxpar.loop.data",
+    "CaptureError": "fxpar.errors",
+    "CheckFailed": "fxpar.errors",
     "Checkpoint": "fxpar.checkpoint.safetensors_files",
+    "CheckpointError": "fxpar.errors",
     "Communication": "fxpar.plan.plan_options",
     "Cost": "fxpar.plan.cost",
     "CudaGraphs": "fxpar.plan.plan_options",
     "Experts": "fxpar.plan.plan_options",
     "FxparError": "fxpar.errors",
+    "InputError": "fxpar.errors",
+    "LayoutError": "fxpar.errors",
     "Operators": "fxpar.plan.plan_options",
     "Optimizer": "fxpar.optim.optimizer",
     "ParallelModule": "fxpar.checkpoint.parallel_module",
+    "PassError": "fxpar.errors",
     "PassManager": "fxpar.manager",
     "Pipeline": "fxpar.plan.plan_options",
     "Plan": "fxpar.plan.plan",
+    "PlanError": "fxpar.errors",
     "Program": "fxpar.ir.program",
+    "RankError": "fxpar.errors",
     "Recompute": "fxpar.plan.plan_options",
+    "ScheduleError": "fxpar.errors",
+    "TextError": "fxpar.errors",
     "cloze_accuracy": "fxpar.loop.perplexity",
     "materialize": "fxpar.checkpoint.initial",
     "parallelize": "fxpar.api",
@@ -62,8 +102,47 @@ _WHERE = {
     "shard_batch": "fxpar.api",
     "train": "fxpar.loop.train",
 }
-# Rooms that users name: `fxpar.ops.experts`, `fxpar.optim.Muon`.
-_ROOMS = ("ops", "optim")
+# Rooms that users name: `fxpar.ops.experts`, `fxpar.optim.Muon`, `fxpar.testing.simulate`.
+_ROOMS = ("ops", "optim", "testing")
+__all__ = [
+    "BatchSampler",
+    "CaptureError",
+    "CheckFailed",
+    "Checkpoint",
+    "CheckpointError",
+    "Communication",
+    "Cost",
+    "CudaGraphs",
+    "Experts",
+    "FxparError",
+    "InputError",
+    "LayoutError",
+    "Operators",
+    "Optimizer",
+    "ParallelModule",
+    "PassError",
+    "PassManager",
+    "Pipeline",
+    "Plan",
+    "PlanError",
+    "Program",
+    "RankError",
+    "Recompute",
+    "ScheduleError",
+    "TextError",
+    "cloze_accuracy",
+    "materialize",
+    "ops",
+    "optim",
+    "parallelize",
+    "perplexity",
+    "prefetch",
+    "register_pass",
+    "register_rule",
+    "shard_batch",
+    "testing",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -51,6 +51,12 @@ def parallelize(
 ) -> ParallelModule:
     """Compiles a single-device model into the part that this process runs.
 
+    Example:
+        ```python
+        model = fxpar.parallelize(model, fxpar.Plan(), example=batch)
+        loss = model.train_step(batch)
+        ```
+
     Args:
         model: any `nn.Module` on the CPU or a device, in the mode (training, evaluation) to compile first. Its weights
             must be the same on every rank. This rank copies its shards, bit for bit, and leaves the model unchanged:
@@ -121,6 +127,12 @@ def _check(model: nn.Module, loss: Any) -> None:
 def shard_batch(batch: Any, model: ParallelModule) -> Any:
     """Returns this process's rows of a batch that has the rows of all data ranks: what its `train_step` takes.
 
+    Example:
+        ```python
+        rows = fxpar.shard_batch(batch, model)
+        loss = model.train_step(rows)
+        ```
+
     Args:
         batch: the batch of all data ranks, as the model's forward takes it; or a list of these, the microbatches of a
             step.
@@ -153,6 +165,12 @@ def prefetch(batches: Iterable[Any], model: ParallelModule) -> Prefetched:
 
     On CPUs batches are passed on unchanged, when they are requested. With CUDA graphs they are copied and read ahead
     there too, as a stand-in.
+
+    Example:
+        ```python
+        for batch in fxpar.prefetch(loader, model):
+            loss = model.train_step(batch)
+        ```
 
     Args:
         batches: what `train_step` takes (also lists of microbatches), or the keyword arguments of a call. Mappings,

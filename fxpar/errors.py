@@ -14,6 +14,14 @@ _LONGEST_PLACE, _LONGEST_VALUE, _LONGEST_REASON = 300, 80, 2000
 class FxparError(Exception):
     """Is the base of all errors that fxpar raises.
 
+    Example:
+        ```python
+        try:
+            fxpar.Plan(tp=0)
+        except fxpar.FxparError as error:
+            print(error.where, error.reason, error.remedy)
+        ```
+
     Args:
         reason: what is wrong, as one sentence without a final stop.
         where: the node, parameter, option or file that it is about.

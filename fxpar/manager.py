@@ -115,6 +115,15 @@ def register_pass(
 
     The arguments are the contract: see the attributes of `Pass`. The function's docstring says what the pass does.
 
+    Example:
+        ```python
+        @fxpar.register_pass("count_nodes", preserves="dataflow")
+        def count_nodes(program):
+            'Prints how many nodes there are.'
+            print(len(program.graph.nodes))
+            return program
+        ```
+
     Raises:
         PassError: `preserves` is an unknown word, properties are not a set, or the function has no docstring.
     """
@@ -178,6 +187,14 @@ class Verifier:
 @dataclass(frozen=True)
 class PassManager:
     """Runs passes in order.
+
+    Example:
+        ```python
+        from fxpar.passes import CANONICAL_PASSES
+        from fxpar.verify.static import STATIC
+
+        program = fxpar.PassManager(CANONICAL_PASSES, STATIC).run(captured)
+        ```
 
     Attributes:
         passes: what to run.

@@ -324,6 +324,13 @@ class PassRecord:
 class Program:
     """Holds one model, or one rank's part of it, as a functional graph.
 
+    Example:
+        ```python
+        program = model.program  # of a rank
+        for name, node in program.output_nodes().items():
+            print(name, node.target)
+        ```
+
     Attributes:
         graph_module: its placeholders are parameters, buffers, constants and inputs. It has no attributes.
         parameters: what the program owns, in placeholder order.

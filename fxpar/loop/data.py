@@ -32,6 +32,12 @@ class BatchSampler(Sampler[list[int]]):
     The order of the whole job follows from seed and epoch alone. So a training that resumes with another number of data
     ranks sees the samples that it has not seen yet, in the same order.
 
+    Example:
+        ```python
+        sampler = fxpar.BatchSampler(len(dataset), batch_size=4, model=model, seed=1)
+        loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler)
+        ```
+
     Args:
         length: samples of the dataset.
         batch_size: samples of a step, over all data ranks.

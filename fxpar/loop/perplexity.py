@@ -44,6 +44,11 @@ def perplexity(
     tokens later. Of it count the tokens that no earlier window has predicted, so each has at least `overlap` tokens of
     context before it, and the first of them one more. The first token of the text is not predicted.
 
+    Example:
+        ```python
+        value = fxpar.perplexity(language_model, list(range(40)), window=8, overlap=4)
+        ```
+
     Args:
         model: what `parallelize` returned, under any plan, or a causal model on one device. It runs in evaluation mode,
             and has its modes back afterwards. All ranks must make the call, with the same arguments.
@@ -88,6 +93,11 @@ def cloze_accuracy(
     """Returns the share of examples whose last word the model predicts, all tokens of it, from what is before it.
 
     Each token of the word must be the likeliest one after the context and the true tokens before it (LAMBADA).
+
+    Example:
+        ```python
+        accuracy = fxpar.cloze_accuracy(language_model, [([1, 2, 3], [4]), ([5, 6], [7, 8])])
+        ```
 
     Args:
         model: as of `perplexity`.

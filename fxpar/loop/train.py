@@ -41,21 +41,21 @@ def train(model: ParallelModule, optimizer: torch.optim.Optimizer, loader: Any, 
 
     SIGTERM, and a first SIGINT, end it after a step that all ranks agree on, with a save.
 
+    Example:
+        ```python
+        trained = fxpar.train(model, optimizer, loader, steps=4, saves="saves", save_every=2, log=print)
+        ```
+
     Args:
         model: what `parallelize` returned, in training mode.
         optimizer: `fxpar.Optimizer` or one of torch's. It steps inside of `train_step`, and so inside of a graph where
             the plan captures full iterations.
         loader: batches as `train_step` takes them, of this rank: an iterable, such as a `DataLoader`, which begins anew
             when it ends, or a callable that takes the count of samples seen and returns batches from there on.
-        options: the fields of `TrainOptions`: steps, scheduler, scaler, max_norm, saves, save_every, keep,
-            async_save, resume, log_every, log, evaluate, evaluate_every, progress, trace.
-
-    Returns:
-        How it ended.
+        options: the fields of `TrainOptions`: steps, saves, save_every, log, evaluate, trace and others.
 
     Raises:
-        InputError: an option, the loader or a batch cannot be used; or another number of data ranks saved the state of
-            the loader.
+        InputError: an option, the loader or a batch cannot be used, or other data ranks saved the loader's state.
         CheckpointError: the save does not fit, or the folder cannot be written.
     """
     chosen = TrainOptions(**options)

@@ -44,6 +44,12 @@ class Optimizer(ClippingOptimizer):
     Its state is that of the algorithm. Schedulers change `param_groups`, of which the first has the parameters that no
     rule selects.
 
+    Example:
+        ```python
+        optimizer = fxpar.Optimizer(model, "adamw", lr=3e-4, max_norm=1.0, groups={"*.bias": {"weight_decay": 0.0}})
+        loss = model.train_step(batch, optimizer=optimizer)
+        ```
+
     Args:
         module: as `parallelize` returns it.
         algorithm: `adamw`, `adam`, `sgd`, `muon`, or a class of `torch.optim` or of your own.

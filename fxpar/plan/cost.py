@@ -22,6 +22,11 @@ _MAY_BE_ZERO = ("copy_latency", "kernel_latency", "hidden")
 class Cost(OptionGroup):
     """What the layout choice takes a machine for. Only ratios decide a layout; the defaults are of one H200 of eight.
 
+    Example:
+        ```python
+        plan = fxpar.Plan(tp=8, dp=4, cost=fxpar.Cost(axes={"dp": {"bandwidth": 45e9, "latency": 2e-5}}))
+        ```
+
     Attributes:
         bandwidth: bytes a second that a rank sends in a ring.
         latency: seconds that a collective takes before its first byte.

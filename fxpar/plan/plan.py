@@ -67,6 +67,12 @@ _SPLIT_BACKWARDS = ("zb_h1", "zbv")
 class Plan:
     """How to parallelise a model.
 
+    Example:
+        ```python
+        plan = fxpar.Plan(tp=4, dp=2, sequence_parallel=True, precision="bf16")
+        assert fxpar.Plan.from_yaml(plan.to_yaml()) == plan
+        ```
+
     Attributes:
         tp: ranks that split each layer (tensor parallelism).
         dp: groups of ranks that share out the batch (data parallelism).

@@ -64,6 +64,11 @@ def _rebuilt(kind: type[OptionGroup], values: Mapping[str, Any]) -> OptionGroup:
 class Pipeline(OptionGroup):
     """Where the stages of a pipeline begin, and how its ranks alternate between them.
 
+    Example:
+        ```python
+        plan = fxpar.Plan(pp=2, microbatches=8, pipeline=fxpar.Pipeline(stages={"model.layers.10": 1}))
+        ```
+
     Attributes:
         stages: where stages begin: for some or all but the first the name of a module, as the model names it, and the
             number of the stage that begins with it; or for all stages how many layers they have, in order. What is not
@@ -105,6 +110,11 @@ class Pipeline(OptionGroup):
 class Recompute(OptionGroup):
     """What the backward computes again besides regions that the author checkpointed.
 
+    Example:
+        ```python
+        plan = fxpar.Plan(recompute=fxpar.Recompute("selective", 0.4))
+        ```
+
     Attributes:
         mode: what is computed again. `none`: nothing. `selective`: all that saves memory and has neither a matrix
             product nor a collective in it; with an `activation_memory_budget`, what costs least time to keep within
@@ -134,6 +144,11 @@ class Recompute(OptionGroup):
 class Communication(OptionGroup):
     """How ranks send.
 
+    Example:
+        ```python
+        plan = fxpar.Plan(tp=2, communication=fxpar.Communication(collective_transport="nccl"))
+        ```
+
     Attributes:
         collective_transport: how the ranks of an axis send what is large in each microbatch of a training step.
             `nccl`: through their process group, whichever backend that has. `copy`: into each other's memory, on GPUs
@@ -160,6 +175,11 @@ class Communication(OptionGroup):
 class Operators(OptionGroup):
     """What an author says of operators that fxpar has no rule for.
 
+    Example:
+        ```python
+        plan = fxpar.Plan(dp=4, operators=fxpar.Operators(batchwise_ops=("mylib.scan.default",)))
+        ```
+
     Attributes:
         batchwise_ops: globs on the names of operators that no rule knows (`mylib.scan.default`, as the text form has
             it, or an autograd function's class, `mymodel.scan.Scan`), each of which computes the rows of the batch
@@ -185,6 +205,11 @@ class Operators(OptionGroup):
 @dataclass(frozen=True)
 class Experts(OptionGroup):
     """How tokens reach their experts.
+
+    Example:
+        ```python
+        plan = fxpar.Plan(dp=4, ep=4, experts=fxpar.Experts(dispatch="alltoall", capacity_factor=1.25))
+        ```
 
     Attributes:
         dispatch: how tokens come to the ranks that hold their experts. `static`: so that no size depends on the routing
@@ -302,6 +327,11 @@ class Experts(OptionGroup):
 @dataclass(frozen=True)
 class CudaGraphs(OptionGroup):
     """CUDA graphs: kernels of a step are recorded once and launched together, so that the host is out of the way.
+
+    Example:
+        ```python
+        plan = fxpar.Plan(cuda_graphs=fxpar.CudaGraphs("full_iteration"))
+        ```
 
     Attributes:
         impl: `none`; `partial`, a graph for each region that can be captured, forward and backward (`fxpar regions`

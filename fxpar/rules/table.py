@@ -119,6 +119,12 @@ def register_rule(
 ) -> None:
     """Tells fxpar how an operator of yours treats layouts.
 
+    Example:
+        ```python
+        # Columns of weight and output are cut together. Features are summed: ranks that cut them have summands.
+        fxpar.register_rule(torch.ops.mylib.product.default, "... k, k h -> ... h")
+        ```
+
     Args:
         target: the overload, for example `torch.ops.mylib.gated.default`.
         labels: one part for each tensor argument and output, for example `"... h, h -> ... h"`. Equal letters are cut
