@@ -81,28 +81,17 @@ def save_adapter_configuration(path: Path, model: Any) -> None:
     config.save_pretrained(path, auto_mapping_dict=classes if config.task_type is None else None)
 
 
-def open_for(model: nn.Module, checkpoint: str | Path | Checkpoint, saved: Sequence[str]) -> Checkpoint:
-    """Opens a checkpoint under the model's names; of a model with an adapter also the adapter's or the base model's.
-
-    Args:
-        model: its tensors are not looked at.
-        saved: the names that it saves.
+def open_adapter(model: nn.Module, path: Path, saved: Sequence[str]) -> Checkpoint | None:
+    """Opens the file of an adapter under the names of a model that has one; None where the path is none of it.
 
     Raises:
         CheckpointError: it cannot be read, or is an adapter of another configuration.
     """
-    if adapter_of(model) and isinstance(checkpoint, (str, Path)):
-        path = Path(checkpoint)
-        file = path if path.name == _FILE else path / _FILE
-        if file.is_file():
-            _check_configuration(file.with_name(_CONFIGURATION), model)
-            return Checkpoint(file).of_part({key: (name,) for key, name in _names_by_key(model, saved).items()}, saved)
-    opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-    if adapter_of(model):
-        if opened.shapes.keys().isdisjoint(saved):
-            return opened.of_part(_names_by_base_name(model, saved), saved)
-        check_adapter(opened.path if opened.path.is_dir() else opened.path.parent, model)
-    return opened
+    file = path if path.name == _FILE else path / _FILE
+    if not file.is_file():
+        return None
+    _check_configuration(file.with_name(_CONFIGURATION), model)
+    return Checkpoint(file).of_part({key: (name,) for key, name in _names_by_key(model, saved).items()}, saved)
 
 
 def check_adapter(folder: Path, model: nn.Module) -> None:
@@ -116,7 +105,7 @@ def check_adapter(folder: Path, model: nn.Module) -> None:
         _check_configuration(configuration, model)
 
 
-def _names_by_base_name(model: Any, saved: Sequence[str]) -> dict[str, list[str]]:
+def names_by_base_name(model: Any, saved: Sequence[str]) -> dict[str, list[str]]:
     """Returns the model's names of each tensor of the base model, by its name there."""
     prefix, names = _prefix(model), dict[str, list[str]]()
     layers = dict(_adapted_layers(model))

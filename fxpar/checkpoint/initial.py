@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fxpar.checkpoint.adapters import initialiser_of, open_for
+from fxpar.checkpoint.adapters import initialiser_of
+from fxpar.checkpoint.model_names import open_for
 from fxpar.checkpoint.safetensors_files import Checkpoint, kind_of
 from fxpar.checkpoint.state_dicts import Agree, RankTensors, check_names, check_shape, names_fit
 from fxpar.errors import CheckpointError, InputError, shown

@@ -12,9 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fxpar.checkpoint.adapters import adapter_of, open_for, save_adapter, save_merged
+from fxpar.checkpoint.adapters import adapter_of, save_adapter, save_merged
 from fxpar.checkpoint.async_save import AsyncSaver
 from fxpar.checkpoint.initial import Loading, load, parts
+from fxpar.checkpoint.model_names import open_for
 from fxpar.checkpoint.safetensors_files import Checkpoint, bytes_of, writable
 from fxpar.checkpoint.state_dicts import (
     PipelineRanks,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -25,6 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fxpar.checkpoint.tensor_pieces import Entry, SourceBox
 from fxpar.errors import CheckpointError, InputError, shown
 from fxpar.layout.layout import Layout
 from fxpar.layout.shards import Box, boxes, local_block, part_shape
@@ -278,16 +280,6 @@ FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST_READS = 64
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """Where a tensor is: its file, its name there, its shape and its type's name."""
-
-    file: Path
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
 class Checkpoint:
     """Names a safetensors checkpoint of one or more files, and reads parts of its tensors.
 
@@ -324,7 +316,7 @@ class Checkpoint:
             remedy = "pass a function from the checkpoint's name to the model's"
             raise CheckpointError(f"must be a function, got {shown(rename)}", where="rename", remedy=remedy)
         self.path = Path(path)
-        entries: dict[str, _Entry] = {}
+        entries: dict[str, Entry] = {}
         for entry in _entries_at(self.path):
             name = entry.key if rename is None else rename(entry.key)
             if name is None:
@@ -345,10 +337,16 @@ class Checkpoint:
         self._name(entries)
         self.absent: Collection[str] = ()
 
-    def _name(self, entries: Mapping[str, _Entry]) -> None:
-        self._entries = entries
+    def _name(self, entries: Mapping[str, Entry]) -> None:
+        self.entries = entries
         self.shapes: Mapping[str, tuple[int, ...]] = {name: entry.shape for name, entry in entries.items()}
         self.kinds: Mapping[str, str] = {name: _kind(entry.dtype) for name, entry in entries.items()}
+
+    def with_entries(self, entries: Mapping[str, Entry]) -> Checkpoint:
+        """Returns the checkpoint with tensors that are made of its own, by the model's names."""
+        changed = copy.copy(self)
+        changed._name(entries)
+        return changed
 
     def of_part(self, names: Mapping[str, Sequence[str]], saved: Iterable[str]) -> Checkpoint:
         """Returns the checkpoint of a part of a model, of which the rest stays as it is.
@@ -358,22 +356,24 @@ class Checkpoint:
             saved: all names that the model saves.
         """
         part = copy.copy(self)
-        part._name({other: e for name, e in self._entries.items() for other in names.get(name, (name,))})
+        part._name({other: e for name, e in self.entries.items() for other in names.get(name, (name,))})
         part.absent = {*saved} - {other for others in names.values() for other in others}
         return part
 
     @property
     def digest(self) -> str:
         """Returns a hash of names, shapes, types and file sizes, which is the same on every machine."""
-        sizes = {entry.file.name: entry.file.stat().st_size for entry in self._entries.values()}
-        text = [(name, e.file.name, e.key, e.shape, e.dtype) for name, e in sorted(self._entries.items())]
+        leaves = [(name, piece) for name, e in sorted(self.entries.items()) for piece in e.leaves]
+        sizes = {piece.source.file.name: piece.source.file.stat().st_size for _, piece in leaves}
+        sources = ((name, piece, piece.source) for name, piece in leaves)
+        text = [(name, s.file.name, s.key, s.shape, s.dtype, p.offsets, p.start) for name, p, s in sources]
         return hashlib.sha256(repr((text, sorted(sizes.items()))).encode()).hexdigest()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Reader]:
         """Opens the files, each once, for as long as tensors are read."""
         with contextlib.ExitStack() as stack:
-            yield Reader(self._entries, stack)
+            yield Reader(self.entries, stack)
 
 
 class Reader:
@@ -384,8 +384,8 @@ class Reader:
         latest: bytes of the largest piece of the file that was in memory for the latest part, besides the part.
     """
 
-    def __init__(self, entries: Mapping[str, _Entry], stack: contextlib.ExitStack) -> None:
-        self._entries, self._stack = entries, stack
+    def __init__(self, entries: Mapping[str, Entry], stack: contextlib.ExitStack) -> None:
+        self.entries, self._stack = entries, stack
         self._files: dict[Path, Any] = {}
         self.bytes_read = self.latest = 0
 
@@ -397,29 +397,48 @@ class Reader:
         Raises:
             CheckpointError: the file cannot be read any more.
         """
-        entry, self.latest = self._entries[name], 0
+        entry, self.latest = self.entries[name], 0
+        cuts = boxes(entry.shape, layout, axes, coordinates) if entry.shape else []
+        reads = sum(leaf.within(cut.offsets, cut.sizes) is not None for cut in cuts for leaf in entry.leaves)
+        if not entry.shape or reads > max(_MOST_READS, 2 * len(entry.leaves)):
+            whole = self._box(entry, (0,) * len(entry.shape), entry.shape)
+            return local_block(whole, layout, axes, coordinates).clone(memory_format=torch.contiguous_format)
+        shape = part_shape(entry.shape, layout, axes)
+        if len(cuts) == 1 and cuts[0].sizes == shape:
+            return self._box(entry, cuts[0].offsets, shape)
+        # A part that is all padding reads nothing. The empty box tells the file's type.
+        part = self._box(entry, (0,) * len(shape), (0,) * len(shape)).new_zeros(shape)
+        for cut in cuts:
+            cut.within(part).copy_(self._box(entry, cut.offsets, cut.sizes))
+        return part
+
+    def _box(self, entry: Entry, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Reads a box of a tensor, which shares no memory with the file."""
+        pieces = [piece for leaf in entry.leaves if (piece := leaf.within(offsets, sizes)) is not None]
+        if len(pieces) == 1 and len(pieces[0].source.shape) == len(sizes):
+            return self._read(pieces[0]).clone(memory_format=torch.contiguous_format)
+        if not pieces:
+            leaf = entry.leaves[0]
+            return self._read(dataclasses.replace(leaf, sizes=(0,) * len(sizes))).new_zeros(tuple(sizes))
+        box: Tensor | None = None
+        for piece in pieces:
+            block = self._read(piece)
+            box = block.new_empty(tuple(sizes)) if box is None else box
+            box[tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))] = block
+        assert box is not None
+        return box
+
+    def _read(self, piece: SourceBox) -> Tensor:
+        source = piece.source
         try:
-            if entry.file not in self._files:
-                self._files[entry.file] = self._stack.enter_context(safe_open(entry.file, "pt", device="cpu"))
-            file = self._files[entry.file]
-            pieces = boxes(entry.shape, layout, axes, coordinates) if entry.shape else []
-            if not entry.shape or len(pieces) > _MOST_READS:
-                whole = self._counted(file.get_tensor(entry.key))
-                return local_block(whole, layout, axes, coordinates).clone(memory_format=torch.contiguous_format)
-            slices = file.get_slice(entry.key)
-            shape = part_shape(entry.shape, layout, axes)
-            if len(pieces) == 1 and pieces[0].sizes == shape:
-                block = self._counted(slices[pieces[0].slices])
-                return block.clone(memory_format=torch.contiguous_format)
-            part: Tensor | None = None
-            for piece in pieces:
-                block = self._counted(slices[piece.slices])
-                part = block.new_zeros(shape) if part is None else part
-                piece.within(part).copy_(block)
-            # A part that is all padding reads nothing. The empty slice tells the file's type.
-            return slices[tuple(slice(0, 0) for _ in shape)].new_zeros(shape) if part is None else part
+            if source.file not in self._files:
+                self._files[source.file] = self._stack.enter_context(safe_open(source.file, "pt", device="cpu"))
+            file = self._files[source.file]
+            if not source.shape:
+                return self._counted(file.get_tensor(source.key))
+            return self._counted(file.get_slice(source.key)[piece.slices])
         except (SafetensorError, OSError) as error:
-            raise _broken(f"cannot be read: {error}", f"{entry.file}: {entry.key}") from error
+            raise _broken(f"cannot be read: {error}", f"{source.file}: {source.key}") from error
 
     def _counted(self, value: Tensor) -> Tensor:
         size = value.numel() * value.element_size()
@@ -442,7 +461,7 @@ def kind_of(dtype: torch.dtype) -> str:
     return "complex" if dtype.is_complex else "bool" if dtype == torch.bool else "int"
 
 
-def _entries_at(path: Path) -> list[_Entry]:
+def _entries_at(path: Path) -> list[Entry]:
     """Returns all tensors of a checkpoint."""
     try:
         exists, is_folder = path.exists(), path.is_dir()
@@ -470,7 +489,7 @@ def _entries_at(path: Path) -> list[_Entry]:
     return _headers(path)
 
 
-def _indexed(path: Path) -> list[_Entry]:
+def _indexed(path: Path) -> list[Entry]:
     """Returns the tensors of an index, each in the file that it names."""
     try:
         places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
@@ -491,14 +510,14 @@ def _indexed(path: Path) -> list[_Entry]:
     return tensors
 
 
-def _headers(path: Path) -> list[_Entry]:
+def _headers(path: Path) -> list[Entry]:
     """Returns the tensors of one file."""
     if not path.is_file():
         raise _broken("there is no such file", path)
     try:
         with safe_open(path, "pt", device="cpu") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
-            return [_Entry(path, key, tuple(s.get_shape()), str(s.get_dtype())) for key, s in slices.items()]
+            return [Entry(path, key, tuple(s.get_shape()), str(s.get_dtype())) for key, s in slices.items()]
     except (SafetensorError, OSError) as error:
         raise _broken(f"cannot be read: {error}", path) from error
 
