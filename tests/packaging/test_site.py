@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from torch import nn
 
 import fxpar
 from fxpar.capture.capture import capture
-from fxpar.cli.main import _application
+from fxpar.cli.main import _application, main
 from fxpar.cli.plan_flags import plan_flags
 from fxpar.rules import unregister_rule
 from tests.runtime.world import World
@@ -169,6 +170,19 @@ def test_pages_can_be_read() -> None:
         if mean > 20:
             long[page] = mean
     assert long == {}
+
+
+@pytest.mark.matrix
+def test_the_large_model_fits_as_the_page_of_plans_says() -> None:
+    (line,) = re.findall(r"^    fxpar (memory hf:llama.*)", (_DOCS / "choose-a-plan.md").read_text(), re.MULTILINE)
+    assert main(shlex.split(line)) == 1
+    assert main([*shlex.split(line), "--recompute", "full"]) == 0
+
+
+def test_programs_that_are_shown_are_run() -> None:
+    """Those of the page of options are examples of docstrings; all others are `python` blocks."""
+    unrun = [page for page in PAGES if "```py\n" in (_ROOT / page).read_text()]
+    assert unrun == ["docs/plan-options.md"]
 
 
 def test_every_page_is_in_the_menu() -> None:
