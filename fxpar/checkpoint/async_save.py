@@ -1,17 +1,20 @@
 """Writes a save while the training goes on.
 
-Enters: a save whose files are there without values. Its tensors are copied to memory of the host, in the order of the
-stream on which steps run: what a later step writes cannot be in them. Leaves: the save, written by a thread of its own
-that communicates with no rank. Rank 0's makes it count as soon as it sees the documents of all ranks.
+Enters: a save whose files are there without values. Its tensors are copied in the order of the stream on which steps
+run: what a later step writes cannot be in them. A copy stays on the device where that has room, which takes a hundredth
+of the time to the host, else it is in the host's memory. Leaves: the save, written by a thread of its own that
+communicates with no rank. Rank 0's makes it count as soon as it sees the documents of all ranks.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +31,8 @@ from fxpar.runtime.chunked_step import registered_memory
 _ALIGNMENT = 16
 # Seconds between two looks at what other ranks have written, and in which a process that ends waits for them.
 _PAUSE, _LAST_WAIT = 0.2, 60.0
+# Bytes of a device that copies leave free: for what a later step may need more than those before it.
+_RESERVE = 4 << 30
 
 
 class AsyncSaver:
@@ -40,6 +45,7 @@ class AsyncSaver:
 
     def __init__(self, device: torch.device, has_failed: Callable[[], bool]) -> None:
         self._device, self._has_failed = device, has_failed
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._executor = ThreadPoolExecutor(1, "fxpar-save")
         self._save: BegunSave | None = None
@@ -51,9 +57,10 @@ class AsyncSaver:
         assert self._save is None, "one at a time"
         copied, event = self._copied(save)
         self._all_written, self._is_given_up = threading.Event(), threading.Event()
-        self._writing = self._executor.submit(_write, copied, event)
+        self._writing = self._executor.submit(_write, copied, event, self._stream)
+        del copied  # the thread alone has it, and gives back its memory when it has written
         if save.rank == 0:
-            self._completing = self._executor.submit(self._complete, copied, self._all_written, self._is_given_up)
+            self._completing = self._executor.submit(self._complete, save, self._all_written, self._is_given_up)
         self._save = save
 
     def wait(self, agree: Agree) -> Path | None:
@@ -77,34 +84,42 @@ class AsyncSaver:
         return save.path
 
     def _copied(self, save: BegunSave) -> tuple[BegunSave, torch.cuda.Event | None]:
-        """Returns a save whose values lie in memory of the host, and when they do."""
+        """Returns a save whose values no step changes, and when they are there."""
         values = [block for _, blocks in save.blocks for _, _, block in blocks]
-        sizes = [math.ceil(value.nbytes / _ALIGNMENT) * _ALIGNMENT for value in values]
         is_cuda = self._device.type == "cuda"
-        if self._memory.nbytes < sum(sizes):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # given back first
-            count = sum(sizes)
-            self._memory = (
-                registered_memory(count, torch.uint8, self._device)
-                if is_cuda
-                else torch.empty(count, dtype=torch.uint8)
-            )
         if is_cuda and any(value.device.type == "cpu" for value in values):
             # States of the host are written by copies of the device.
             torch.cuda.current_stream(self._device).synchronize()
-        copies: list[Tensor] = []
-        for value, memory in zip(values, self._memory[: sum(sizes)].split(sizes), strict=True):
-            copy = memory[: value.nbytes].view(value.dtype).view(value.shape)
-            copies.append(copy.copy_(value, non_blocking=True))
+        # What the allocator keeps is for the steps. One block for all: two thousand take a second to get.
+        room = torch.cuda.mem_get_info(self._device)[0] - _RESERVE if is_cuda else 0
+        order = sorted(range(len(values)), key=lambda index: not values[index].is_cuda)
+        ordered = [values[index] for index in order]
+        ends = list(itertools.accumulate(map(_aligned, ordered)))
+        count = min(sum(value.is_cuda for value in values), bisect.bisect_right(ends, room))
+        memory = torch.empty(ends[count - 1] if count else 0, dtype=torch.uint8, device=self._device)
+        on_host = ordered[count:]
+        filled = [*_filled(memory, ordered[:count]), *_filled(self._host_memory(on_host), on_host)]
+        copies = iter([copy for _, copy in sorted(zip(order, filled, strict=True), key=lambda pair: pair[0])])
         event = None
         if is_cuda:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
-        remaining = iter(copies)
         blocks = [
-            (file, [(name, box, next(remaining)) for name, box, _ in file_blocks]) for file, file_blocks in save.blocks
+            (file, [(name, box, next(copies)) for name, box, _ in file_blocks]) for file, file_blocks in save.blocks
         ]
         return replace(save, blocks=blocks), event
+
+    def _host_memory(self, values: Sequence[Tensor]) -> Tensor:
+        """Returns memory of the host, which the next save takes again."""
+        count = sum(map(_aligned, values))
+        if self._memory.nbytes < count:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # given back first
+            self._memory = (
+                registered_memory(count, torch.uint8, self._device)
+                if self._device.type == "cuda"
+                else torch.empty(count, dtype=torch.uint8)
+            )
+        return self._memory
 
     def _complete(self, save: BegunSave, all_written: threading.Event, is_given_up: threading.Event) -> None:
         """Makes a save count once all ranks have written."""
@@ -117,11 +132,26 @@ class AsyncSaver:
         save.complete()
 
 
-def _write(save: BegunSave, event: torch.cuda.Event | None) -> None:
+def _aligned(value: Tensor) -> int:
+    """Returns the bytes that a copy takes."""
+    return math.ceil(value.nbytes / _ALIGNMENT) * _ALIGNMENT
+
+
+def _filled(memory: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
+    """Returns copies of tensors, one after the other in memory."""
+    sizes = [_aligned(value) for value in values]
+    parts = zip(values, memory[: sum(sizes)].split(sizes) if sizes else (), strict=True)
+    copies = [(value, part[: value.nbytes].view(value.dtype).view(value.shape)) for value, part in parts]
+    return [copy.copy_(value, non_blocking=True) for value, copy in copies]
+
+
+def _write(save: BegunSave, event: torch.cuda.Event | None, stream: torch.cuda.Stream | None) -> None:
     if event is not None:
         event.synchronize()
     try:
-        save.write()
+        # Not on the stream of the steps, which would wait for each of these copies to the host.
+        with torch.cuda.stream(stream):
+            save.write()
     except CheckpointError as error:
         # The training may end before anybody waits for the save.
         warnings.warn(f"an asynchronous save failed: {error}", RuntimeWarning, stacklevel=1)
