@@ -333,6 +333,10 @@ def reduce_from_shared(
 
 # The groups of a mesh.
 
+# Seconds by which the watchdog of NCCL waits longer than ranks do. Where it is first, it sleeps for a minute and then
+# aborts the process. Ranks that miss another abort its communicators by themselves, and say who is missing.
+WATCHDOG = 60.0
+
 
 def create_groups(mesh: Mesh, names: Iterable[str], timeout: timedelta | None = None) -> dict[str, Group]:
     """Creates process groups. A collective call: every process of the world makes it with the same mesh and names.
@@ -372,6 +376,8 @@ def _create(ranks: Groups, name: str, timeout: timedelta | None) -> Group | None
     is_all = several == [list(range(dist.get_world_size()))]
     if not is_all or limit is not None:
         limit = limit if is_all else timeout
+        if limit is not None and not is_all and limit_of_cpus() is None:
+            limit += timedelta(seconds=WATCHDOG)
         communicator, _ = dist.new_subgroups_by_enumeration(several, timeout=limit, group_desc=name)
     return None if communicator is None else Group(communicator.group_name, communicator.size())
 

@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import hashlib
 import json
+import math
 import os
 import socket
 import sys
@@ -49,6 +50,9 @@ _LONGEST_POLL = 0.25
 _PAUSE, _RANKS = 0.5, 512
 # Seconds after which a call lasts long, and in which ranks that miss another say that they are there.
 _LASTS, _ROLL_CALL = 1.0, 2.5
+# The same of a call that lasts longer than its time-out: then a rank may be busy, and nobody has closed a connection.
+# And seconds that work of the device may last after the store is gone.
+_GRACE, _LATE_ROLL_CALL, _STORELESS = 2.0, 8.0, 5.0
 # Exists as soon as any module has failed, so that a look is one question however many modules there are.
 _BELL = "fxpar/bell"
 
@@ -71,6 +75,7 @@ class Alarm:
         size: number of processes.
         call: the one that is under way, since when; none by default.
         queued: the last one that left work to a device, since when: who asks for a result waits for that, in no call.
+        limit: seconds that a rank waits for another.
         first: the error that stands on all ranks, once one is known here.
         is_retired: whether this rank has done with the module.
     """
@@ -80,15 +85,20 @@ class Alarm:
     size: int = 1
     call: tuple[str, float] | None = None
     queued: tuple[str, float] | None = None
+    limit: float = math.inf
     first: RankError | None = None
     is_retired: bool = False
     _sockets: set[_Socket] = field(default_factory=set)
     _refusals: list[Callable[[RankError], None]] = field(default_factory=list)
     _stops: list[Callable[[RankError], None]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    # The roll that this rank has called and when, and the last one that it has answered.
-    _roll: tuple[int, float] | None = None
+    # The roll that this rank has called, when, and whether late; when the last late one was; the last one answered.
+    _roll: tuple[int, float, bool] | None = None
+    _late_roll: float = -math.inf
     _answered: int = 0
+    # After what was queued, and since when the store is gone.
+    _event: torch.cuda.Event | None = None
+    _storeless: float = math.inf
 
     def check(self) -> None:
         """Refuses a call of a module that failed.
@@ -142,29 +152,56 @@ class Alarm:
         store.set(_BELL, "")
         return stands
 
-    def look_around(self, store: Store | None) -> None:
-        """Calls the roll where a connection is gone, in a call that lasts; `store` is None where that is gone.
+    def leave_work(self) -> None:
+        """Notes that the call leaves work to the device."""
+        self.queued = self.call
+        if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+            self._event = self._event or torch.cuda.Event()
+            self._event.record()
 
-        Without waiting: it is asked again and again, and answers others meanwhile. Of a store that is gone after a
-        call nothing is said: at the end of a program one process is the first to end.
+    @property
+    def _is_pending(self) -> bool:
+        """Returns whether the device still works at what was queued."""
+        with contextlib.suppress(RuntimeError):  # the device has failed, which its own error says
+            return self._event is not None and not self._event.query()
+        return False
+
+    def look_around(self, store: Store | None) -> None:
+        """Calls the roll in a call that lasts, where a connection is gone or its time is over. It does not wait.
+
+        Of a store that is gone (None) after a call nothing is said, as long as no work is left for long: at the end of
+        a program one process is the first to end.
         """
-        call = self.call or (self.queued if store is not None else None)
-        if self.first is not None or call is None or time.monotonic() - call[1] < _LASTS:
+        call, now = self.call or self.queued, time.monotonic()
+        if store is None:
+            self._storeless = min(self._storeless, now)
+            if self.call is None and (now - self._storeless < _STORELESS or not self._is_pending):
+                call = None
+        if self.first is not None or call is None or now - call[1] < _LASTS:
             self._roll = None
         elif store is None:
             self.tell(None, self._where, "the store is gone, and so the process that kept it, most often rank 0")
         elif self._roll is None:
-            if self._sockets and not self._sockets <= _connections():
-                # A closed connection does not say whose it was, and a rank may
-                # close one on purpose. So all ranks are asked.
-                self._roll = store.add(self._rolls, 1), time.monotonic()
+            # A closed connection does not say whose it was, and a rank may close one on purpose: all ranks are asked.
+            is_gone = bool(self._sockets) and not self._sockets <= _connections()
+            if is_gone or self._is_late(call[1], now):
+                self._roll = store.add(self._rolls, 1), now, not is_gone
                 store.set(_BELL, "")
-        elif time.monotonic() - self._roll[1] > _ROLL_CALL:
-            (number, _), self._roll = self._roll, None
+        elif now - self._roll[1] > (_LATE_ROLL_CALL if self._roll[2] else _ROLL_CALL):
+            (number, _, is_late), self._roll = self._roll, None
             others = [rank for rank in range(self.size) if not self._answers(store, number, rank)]
             if others:
                 ranks = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
-                self.tell(store, self._where, f"{ranks} gave no sign: ended, and closed its connections")
+                reason = f"for {self.limit:g} s: stands still" if is_late else ": ended, and closed its connections"
+                self.tell(store, self._where, f"{ranks} gave no sign{' ' if is_late else ''}{reason}")
+
+    def _is_late(self, since: float, now: float) -> bool:
+        """Returns whether others should be asked because a call, or the work that it left, lasts too long."""
+        is_late = now - since > self.limit + _GRACE and now - self._late_roll > self.limit
+        if is_late and (self.call is not None or self._is_pending):
+            self._late_roll = now
+            return True
+        return False
 
     def answer(self, store: Store) -> None:
         """Says that this rank is there, where others have called the roll."""
@@ -367,9 +404,9 @@ def _look(alarms: list[Alarm], store: Store) -> None:
 _LOOKOUT = _Lookout()
 
 
-def alarm_of(module: int, rank: int, size: int) -> Alarm:
-    """Returns the alarm of a module, which is listened to from now on."""
-    alarm = Alarm(module, rank, size)
+def alarm_of(module: int, rank: int, size: int, seconds: float) -> Alarm:
+    """Returns the alarm of a module whose ranks wait so long for another. It is listened to from now on."""
+    alarm = Alarm(module, rank, size, limit=seconds)
     if size > 1:
         _LOOKOUT.watch(alarm)
         weakref.finalize(alarm, _LOOKOUT.forget, module, rank, _LOOKOUT._group).atexit = False

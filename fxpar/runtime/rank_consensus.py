@@ -480,7 +480,7 @@ def connected(seconds: float) -> Agreement:
         module = dist.group.WORLD.get_group_store().add(f"fxpar/modules/{rank}", 1) if size > 1 else 0
     except dist.DistError as error:
         raise _unreachable(error, f"rank {rank}, start-up") from error
-    return Agreement(rank, size, seconds, module, alarm=alarm_of(module, rank, size))
+    return Agreement(rank, size, seconds, module, alarm=alarm_of(module, rank, size, seconds))
 
 
 def plan_facts(plan: Plan) -> dict[str, str]:
@@ -547,7 +547,7 @@ class _CollectiveCall:
                 agreement.alarm.check()  # what an aborted collective leaves is no result
         finally:
             if agreement.leaves_work and self._call is None:
-                agreement.alarm.queued = agreement.alarm.call
+                agreement.alarm.leave_work()
             agreement.what, agreement.alarm.call = self._around, self._call  # of the call that this one is part of
 
 

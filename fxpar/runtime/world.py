@@ -21,6 +21,7 @@ from fxpar.errors import PlanError, RankError
 from fxpar.mesh.axes import PURPOSES, Cuts, joined_names
 from fxpar.mesh.mesh import Mesh
 from fxpar.ops.process_group import (
+    WATCHDOG,
     Group,
     broadcast,
     close_abandoned,
@@ -163,6 +164,8 @@ def _initialise(seconds: float) -> None:
             )
         torch.cuda.set_device(local)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if backend == "nccl":
+        seconds += WATCHDOG
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
     except dist.DistError as error:

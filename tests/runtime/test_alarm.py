@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from unittest.mock import Mock
 
 import pytest
 from torch._C._distributed_c10d import HashStore
@@ -78,6 +79,48 @@ def test_two_ranks_that_call_the_roll_answer_each_other(monkeypatch: pytest.Monk
     for rank_alarm in both:
         rank_alarm.look_around(store)
     assert [rank_alarm.first for rank_alarm in both] == [None, None]
+
+
+@pytest.mark.parametrize("sign", ["none", "there"])
+def test_who_stands_still_is_called_by_name_when_the_time_is_over(sign: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No connection of a process that was stopped is closed."""
+    store, first, second = HashStore(), Alarm(7, 0, 2, limit=20.0), Alarm(7, 1, 2)
+    first.call = "train_step", time.monotonic() - 21.0
+    first.look_around(store)
+    assert store.num_keys() == 0  # what communicates has its own time-out first
+    first.call = "train_step", time.monotonic() - 23.0
+    first.look_around(store)
+    first.answer(store)
+    if sign == "there":
+        second.answer(store)
+    monkeypatch.setattr(alarm, "_LATE_ROLL_CALL", 0.0)
+    first.look_around(store)
+    if sign == "none":
+        assert first.first is not None
+        assert str(first.first).startswith("rank 0, train_step: rank 1 gave no sign for 20 s: stands still")
+    else:
+        assert first.first is None
+        keys = store.num_keys()
+        first.look_around(store)
+        assert store.num_keys() == keys  # and not again for as long
+
+
+def test_work_of_a_device_that_others_never_end_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, first = HashStore(), Alarm(7, 0, 2, limit=20.0)
+    first.queued = "train_step", time.monotonic() - 23.0
+    first.look_around(store)
+    assert store.num_keys() == 0  # its results are there: the program does something else
+    pending = Mock(query=lambda: False)  # an event that the device has not reached
+    first._event = pending
+    first.look_around(store)
+    assert store.num_keys() > 0
+    gone = Alarm(8, 1, 2)
+    gone.queued, gone._event = first.queued, pending
+    gone.look_around(None)
+    assert gone.first is None
+    monkeypatch.setattr(alarm, "_STORELESS", 0.0)
+    gone.look_around(None)
+    assert "the store is gone" in str(gone.first)
 
 
 def test_short_calls_and_none_look_for_nobody() -> None:
