@@ -9,9 +9,21 @@ import transformers
 import fxpar
 from tests.runtime.jobs import Found
 
-_SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "use_cache": False}
-_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+_SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "use_cache": False,
+}
+_HEADS: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 1,
+}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 
 
 def build(name: str) -> Any:
@@ -20,7 +32,12 @@ def build(name: str) -> Any:
         return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**_SIZES, **_HEADS, **_EXPERTS))
     if name == "mixtral":
         return transformers.MixtralForCausalLM(transformers.MixtralConfig(**_SIZES, **_HEADS, num_local_experts=4))
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    size: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     return transformers.ViTForImageClassification(transformers.ViTConfig(**size, image_size=16, patch_size=8))
 
 
