@@ -4,7 +4,7 @@ Split and train:
 
 - `parallelize` compiles a model into the part that a process runs: a `ParallelModule`
 - `Plan` says how, with `Experts`, `Pipeline`, `Recompute`, `Communication`, `Operators`, `CudaGraphs`, `Cost`
-- `Optimizer`, `optim.Muon` step its parameters, and `train` is a whole loop
+- `Optimizer`, `optim.Muon` step its parameters; `train` is a whole loop, `Trainer` that of transformers
 - `shard_batch`, `BatchSampler`, `prefetch` bring a process its rows
 - `perplexity`, `cloze_accuracy` evaluate
 - `Checkpoint`, `materialize` are where weights come from
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from fxpar.loop.perplexity import cloze_accuracy as cloze_accuracy
     from fxpar.loop.perplexity import perplexity as perplexity
     from fxpar.loop.train import train as train
+    from fxpar.loop.trainer import Trainer as Trainer
     from fxpar.manager import PassManager as PassManager
     from fxpar.manager import register_pass as register_pass
     from fxpar.optim.optimizer import Optimizer as Optimizer
@@ -92,6 +93,7 @@ _WHERE = {
     "Recompute": "fxpar.plan.plan_options",
     "ScheduleError": "fxpar.errors",
     "TextError": "fxpar.errors",
+    "Trainer": "fxpar.loop.trainer",
     "cloze_accuracy": "fxpar.loop.perplexity",
     "materialize": "fxpar.checkpoint.initial",
     "parallelize": "fxpar.api",
@@ -130,6 +132,7 @@ __all__ = [
     "Recompute",
     "ScheduleError",
     "TextError",
+    "Trainer",
     "cloze_accuracy",
     "materialize",
     "ops",
