@@ -33,6 +33,7 @@ try:
     import transformers
     from accelerate import Accelerator
     from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler, prepare_data_loader
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ImportError as error:
     remedy = "pip install 'fxpar[hf]'"
@@ -148,7 +149,7 @@ class PlanAccelerator(Accelerator):  # type: ignore[misc]
             # Workers of ranks that read the same rows draw the same numbers.
             rank = data_part(self.module.world.mesh, self.module.world.rank)
             loader.worker_init_fn = partial(seeds.func, *seeds.args, **{**seeds.keywords, "rank": rank})
-        options = {"put_on_device": True, "non_blocking": self.non_blocking}
+        options = {"put_on_device": True, "non_blocking": self.non_blocking, "dispatch_batches": False}
         return prepare_data_loader(loader, self.device, num_processes=1, process_index=0, **options)
 
     def prepare_model(self, model: Any, *args: Any, **options: Any) -> Any:
@@ -230,7 +231,13 @@ class Trainer(transformers.Trainer):
             plan = _summed(plan)
         self._size = model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
         self._undecayed = {name for name, _ in model.named_parameters()} - {*self.get_decay_parameter_names(model)}
-        module = parallelize(model.train(), plan, batch, loss=self._loss_function(), checkpoint=checkpoint)
+        try:
+            module = parallelize(model.train(), plan, batch, loss=self._loss_function(), checkpoint=checkpoint)
+        except InputError as error:
+            if error.where != f"batch entry {_COUNT}":
+                raise
+            remedy = "set model.accepts_loss_kwargs = False: the losses of the batches of a step are averaged then"
+            raise InputError("the model's loss does not read it", where=_COUNT, remedy=remedy) from error
         if args.world_size != module.world.size:
             reason = f"transformers sees {args.world_size} processes, and the plan has {module.world.size}"
             raise InputError(reason, where="world size", remedy="start with torchrun or accelerate launch")
@@ -306,6 +313,9 @@ class Trainer(transformers.Trainer):
     def _loss_function(self) -> Callable[[Any, Any], Tensor] | None:
         """Returns the loss that is not the model's; None where it is."""
         loss = self.compute_loss_func
+        if loss is None and self.label_smoother is not None:
+            shifts = type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+            loss = partial(self.label_smoother, shift_labels=shifts)
         if loss is None:
             return None
         return lambda outputs, batch: loss(outputs, batch["labels"], num_items_in_batch=batch.get(_COUNT))
@@ -368,7 +378,7 @@ class Trainer(transformers.Trainer):
             Loss f32[rows], the same for each row, logits and labels.
         """
         rows, inputs = self._even(inputs)
-        gathers = not prediction_loss_only or self.compute_loss_func is not None
+        gathers = not prediction_loss_only or self._loss_function() is not None
         with self._whole_batches():
             call = partial(self._whole_outputs, gathers)
             loss, *predictions = super().prediction_step(call, inputs, prediction_loss_only, ignore_keys)
@@ -390,6 +400,8 @@ class Trainer(transformers.Trainer):
 
     def _whole_outputs(self, gathers: bool, **inputs: Any) -> Any:
         """Returns the model's outputs for all rows, of which this rank computes those of its data rank."""
+        if "labels" not in inputs:
+            inputs.pop(_COUNT, None)  # a loss that is not the model's reads both
         outputs = self.model(**self.model.own_rows(inputs))
         if not gathers:
             return outputs
@@ -517,7 +529,6 @@ def _check(model: Any, args: Any, plan: Plan, options: Mapping[str, Any]) -> Non
         ),
         "bf16": (args.bf16 and plan.precision != "bf16", "the plan says the element types", "pass Plan(precision='bf16') too"),
         "Plan(precision='fp16')": (plan.precision == "fp16", *_REFUSED["fp16"]),
-        "label_smoothing_factor": (args.label_smoothing_factor, "the loss is the model's", "pass compute_loss_func=…"),
         "train_sampling_strategy": (
             sampling not in ("random", "sequential"),
             f"{sampling!r} makes other batches for each number of ranks",
