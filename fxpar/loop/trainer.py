@@ -34,7 +34,7 @@ try:
     from accelerate import Accelerator
     from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler, prepare_data_loader
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, align_special_tokens
 except ImportError as error:
     remedy = "pip install 'fxpar[hf]'"
     raise InputError(f"needs transformers and accelerate: {error}", where="fxpar.Trainer", remedy=remedy) from error
@@ -202,6 +202,9 @@ class Trainer(transformers.Trainer):
         PlanError: the number of processes is not the plan's.
     """
 
+    model: Any
+    optimizer: Any
+
     def __init__(
         self,
         model: Any = None,
@@ -223,6 +226,9 @@ class Trainer(transformers.Trainer):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled or getattr(self.accelerator, "parallelism_config", None):
             remedy = "start with accelerate launch --multi_gpu, or with torchrun"
             raise InputError("would split the model a second time", where="accelerate's configuration", remedy=remedy)
+        tokenizers = (transformers.PreTrainedTokenizerBase, transformers.ProcessorMixin)
+        if isinstance(self.processing_class, tokenizers) and hasattr(model, "config"):
+            align_special_tokens(model, self.processing_class)  # train() would change what is compiled
         self._set_signature_columns_if_needed()  # the parallel module's forward takes anything
         batch = self._example() if example is None else dict(example)
         counts = self._counts_items(batch)
@@ -273,13 +279,22 @@ class Trainer(transformers.Trainer):
                 rows += 1
 
     def _get_dataloader(
-        self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, **options: Any
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
+        *args: Any,
+        **options: Any,
     ) -> Any:
         """Returns a loader of this data rank's rows to train on, or of all rows to evaluate."""
         parts, part = data_ranks(self.model), data_part(self.model.world.mesh, self.model.world.rank)
         drop_last = self.args.dataloader_drop_last
-        if not options.get("is_training"):
-            return super()._get_dataloader(dataset, description, batch_size * parts, sampler_fn, **options)
+        if not is_training:
+            return super()._get_dataloader(
+                dataset, description, batch_size * parts, sampler_fn, False, *args, **options
+            )
 
         def rows_of(dataset: Any) -> Any:
             sampler = None if sampler_fn is None else sampler_fn(dataset)
@@ -293,7 +308,7 @@ class Trainer(transformers.Trainer):
                 reason = f"nobody knows how many rows its last batch has, for {parts} data ranks"
                 raise InputError(reason, where="train_dataset", remedy="pass dataloader_drop_last=True")
             dataset = IterableDatasetShard(dataset, batch_size, True, num_processes=parts, process_index=part)
-        return super()._get_dataloader(dataset, description, batch_size, rows_of, **options)
+        return super()._get_dataloader(dataset, description, batch_size, rows_of, True, *args, **options)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Returns the rows of a step, of all data ranks."""
@@ -332,7 +347,8 @@ class Trainer(transformers.Trainer):
         if not self.model.training:
             self.model.train()
         # A batch alone is cut by Plan.microbatches; of an accumulation each is a microbatch.
-        return self.model.train_step(parts if self.args.gradient_accumulation_steps > 1 else parts[0])
+        loss: Tensor = self.model.train_step(parts if self.args.gradient_accumulation_steps > 1 else parts[0])
+        return loss
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Makes `fxpar.Optimizer` with the algorithm of the arguments, once."""
@@ -380,7 +396,7 @@ class Trainer(transformers.Trainer):
         rows, inputs = self._even(inputs)
         gathers = not prediction_loss_only or self._loss_function() is not None
         with self._whole_batches():
-            call = partial(self._whole_outputs, gathers)
+            call: Any = partial(self._whole_outputs, gathers)
             loss, *predictions = super().prediction_step(call, inputs, prediction_loss_only, ignore_keys)
 
         def cut(value: Any) -> Any:
@@ -420,11 +436,13 @@ class Trainer(transformers.Trainer):
             return rows, dict(inputs)
         labels = [inputs[name] for name in self.label_names if inputs.get(name) is not None]
         classes = getattr(self.model.config, "num_labels", 2) if hasattr(self.model, "config") else 2
-        if any(label.is_floating_point() for label in labels) or (labels and (classes < 2 or self.label_names != ["labels"])):
+        if any(label.is_floating_point() for label in labels) or (
+            labels and (classes < 2 or self.label_names != ["labels"])
+        ):
             raise InputError(
                 f"a batch has {rows} rows for {parts} data ranks, and its loss would count rows that fill it up",
                 where="eval_dataset",
-                remedy=f"choose the dataset's length and per_device_eval_batch_size so that {parts} divides all batches",
+                remedy=f"choose per_device_eval_batch_size so that {parts} divides the last batch too",
             )
 
         def filled(name: str, value: Any) -> Any:
@@ -440,7 +458,7 @@ class Trainer(transformers.Trainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
         """Trains; `resume_from_checkpoint=True` continues the last checkpoint that is complete."""
         if resume_from_checkpoint is True:
-            folders = Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+            folders = Path(str(self.args.output_dir)).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
             complete = [f for f in folders if re.fullmatch(r".*-\d+", f.name) and _is_complete(f)]
             if not complete:
                 remedy = "leave it out for a first run, or pass the folder of a checkpoint"
@@ -478,7 +496,7 @@ class Trainer(transformers.Trainer):
             self.model.resume_training(checkpoint, self.optimizer, self.lr_scheduler)
 
     def _load_best_model(self) -> None:
-        best = Path(self.state.best_model_checkpoint)
+        best = Path(str(self.state.best_model_checkpoint))
         self.model.load_checkpoint(next(iter(sorted(best.glob("training-*"), reverse=True)), best))
 
 
@@ -527,7 +545,11 @@ def _check(model: Any, args: Any, plan: Plan, options: Mapping[str, Any]) -> Non
             "the model is on several devices already",
             "load it without device_map, or on the meta device with checkpoint=folder",
         ),
-        "bf16": (args.bf16 and plan.precision != "bf16", "the plan says the element types", "pass Plan(precision='bf16') too"),
+        "bf16": (
+            args.bf16 and plan.precision != "bf16",
+            "the plan says the element types",
+            "pass Plan(precision='bf16') too",
+        ),
         "Plan(precision='fp16')": (plan.precision == "fp16", *_REFUSED["fp16"]),
         "train_sampling_strategy": (
             sampling not in ("random", "sequential"),
@@ -535,11 +557,15 @@ def _check(model: Any, args: Any, plan: Plan, options: Mapping[str, Any]) -> Non
             "pass 'random' or 'sequential', or sort the dataset",
         ),
         "average_tokens_across_devices": (
-            not args.average_tokens_across_devices, "a loss is that of all data ranks", _LEAVE_OUT,
+            not args.average_tokens_across_devices,
+            "a loss is that of all data ranks",
+            _LEAVE_OUT,
         ),
         "accelerator_config": (config != standard, "the plan says who reads which rows", _LEAVE_OUT),
         "gradient_accumulation_steps": (
-            accumulates, "its batches are the microbatches", "leave Plan.microbatches out, or take one larger batch",
+            accumulates,
+            "its batches are the microbatches",
+            "leave Plan.microbatches out, or take one larger batch",
         ),
     }
     for name, (is_so, reason, advice) in problems.items():
@@ -548,4 +574,6 @@ def _check(model: Any, args: Any, plan: Plan, options: Mapping[str, Any]) -> Non
     if isinstance(model, ParallelModule):
         raise InputError("is parallelised already", where="model", remedy="pass the author's model: plan=… splits it")
     if not isinstance(model, nn.Module):
-        raise InputError(f"must be a module, got {type(model).__name__}", where="model", remedy="pass the author's model")
+        raise InputError(
+            f"must be a module, got {type(model).__name__}", where="model", remedy="pass the author's model"
+        )

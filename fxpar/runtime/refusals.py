@@ -178,8 +178,8 @@ class Unwrappable(nn.Module):
             _place_of(self),
             "cannot be moved or cast: its programs are compiled for one device and element type",
             "leave out .to(), .half(), .cuda() and share_memory(): it is on the process group's device, and "
-            "Plan(precision=…) casts; a trainer that moves or wraps its model (transformers' Trainer, accelerate) "
-            "cannot drive it: write the loop, loss = model.train_step(batch)",
+            "Plan(precision=…) casts; in place of a trainer that moves or wraps its model take fxpar.Trainer (that of "
+            "transformers), fxpar.train, or loss = model.train_step(batch)",
         )
 
     def __copy__(self) -> NoReturn:
@@ -206,13 +206,18 @@ class Unwrappable(nn.Module):
 
     # ------------------------------------------------------------------ wrappers
 
-    # DistributedDataParallel reads it first, FullyShardedDataParallel and torch.compile set or read theirs.
+    # DistributedDataParallel and accelerate read theirs first, FullyShardedDataParallel and torch.compile set or read.
     _ddp_params_and_buffers_to_ignore = _attribute(
         "DistributedDataParallel",
         "would average over ranks that hold different parts of one model",
         "use the module as it is; data parallelism is an axis of the plan",
     )
     _is_fsdp_managed_module = _attribute("FullyShardedDataParallel", _FSDP, "use the module as it is")
+    _is_accelerate_prepared = _attribute(
+        "accelerate's prepare",
+        "would move and wrap a module that its ranks already share",
+        "leave the model out; in place of transformers' Trainer take fxpar.Trainer, with the author's model",
+    )
     _initialize_hook = _attribute(
         "torch.compile", "the module's programs are compiled by itself", "pass fxpar.Plan(compile=True)"
     )
@@ -239,7 +244,15 @@ class Root(Unwrappable):
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuses: generation needs caches."""
-        _refuse("generate()", "is not supported", "load full_state_dict() into the plain model")
+        remedy = "call save_checkpoint(folder) on all ranks, and from_pretrained(folder).generate(…) in one process"
+        _refuse("generate()", "needs caches, which no program has", remedy)
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuses: the backward is compiled."""
+        remedy = "pass Plan(recompute=fxpar.Recompute('full')), or call it on the author's model before parallelize"
+        _refuse("gradient_checkpointing_enable()", f"what is computed again is chosen: {_COMPILED}", remedy)
+
+    activation_checkpointing_enable = gradient_checkpointing_enable
 
     register_state_dict_pre_hook = _state_hook_method("register_state_dict_pre_hook")
     register_state_dict_post_hook = _state_hook_method("register_state_dict_post_hook")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch._dynamo.exc import InternalTorchDynamoError
 from torch.distributed import distributed_c10d
@@ -325,6 +326,8 @@ def refused_calls() -> dict[str, tuple[str, str, str, str]]:
         "nested": lambda: fxpar.parallelize(nn.Sequential(model), models.plan(tp()), batch),
         "world": lambda: fxpar.parallelize(models.tiny(), models.plan(tp() + 1), batch),
         "generate": lambda: model.generate(ids),
+        "checkpointing": lambda: model.gradient_checkpointing_enable({"use_reentrant": False}),
+        "accelerate": lambda: Accelerator(cpu=True).prepare(model),
         "deepcopy": lambda: copy.deepcopy(model),
         "pickle": lambda: pickle.dumps(model),
         "cast": lambda: model.half(),

@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "step: huge": (_step(HUGE), "step: must be an integer from 0 on, got an integer of 16610 bits"),
     "a sparse batch": (lambda m: m.train_step((X.to_sparse(),)), "has the layout torch.sparse_coo"),
     "torch.export": (lambda m: torch.export.export(m, (X,)), "the programs are compiled"),
-    "half": (lambda m: m.half(), "transformers' Trainer, accelerate"),
+    "half": (lambda m: m.half(), "take fxpar.Trainer (that of transformers), fxpar.train"),
 }
 
 
