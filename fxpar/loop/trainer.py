@@ -140,6 +140,8 @@ class PlanAccelerator(Accelerator):  # type: ignore[misc]
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
         """Returns loaders that copy to the device; other objects unchanged."""
+        # Else evaluation prepares the model each time, and says how long that took.
+        self._models += [entry for entry in objects if isinstance(entry, nn.Module)]
         prepared = tuple(self._loader(entry) if isinstance(entry, DataLoader) else entry for entry in objects)
         return prepared if len(prepared) > 1 else prepared[0]
 

@@ -149,7 +149,8 @@ class Killer(transformers.TrainerCallback):
 
 
 def killed(folder: Path, plan: fxpar.Plan, rank: int) -> None:
-    options = {"callbacks": [Killer()]} if dist.get_rank() == rank else {}
+    options: dict[str, Any] = {"compute_metrics": accuracy}
+    options |= {"callbacks": [Killer()]} if dist.get_rank() == rank else {}
     with launched():
         trainer(folder, plan, trainer_options=options, save_steps=1).train()
 

