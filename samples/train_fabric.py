@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -34,12 +35,12 @@ def main() -> None:
     fabric = Fabric(strategy="ddp", devices=chosen.tp * chosen.dp, loggers=logger)
     fabric.launch()
 
-    sizes = {"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    sizes: dict[str, Any] = {"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)
     torch.manual_seed(0)
     author = transformers.GPT2LMHeadModel(config)
     words = torch.randint(0, 64, (64, 32)).cumsum(1) % 256
-    rows = [{"input_ids": row, "labels": row} for row in words]
+    rows: Any = [{"input_ids": row, "labels": row} for row in words]
     example = {"input_ids": words[:8], "labels": words[:8]}
     model = fxpar.parallelize(author, fxpar.Plan(tp=chosen.tp, dp=chosen.dp), example)
     optimizer = fxpar.Optimizer(model, "adamw", lr=3e-3, max_norm=1.0)

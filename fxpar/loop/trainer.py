@@ -39,6 +39,7 @@ except ImportError as error:
     remedy = "pip install 'fxpar[hf]'"
     raise InputError(f"needs transformers and accelerate: {error}", where="fxpar.Trainer", remedy=remedy) from error
 
+_align_tokens: Callable[[Any, Any], None] = align_special_tokens
 _STATE = "trainer_state.json"
 _IGNORED = -100  # what the losses of transformers leave out
 _COUNT = "num_items_in_batch"
@@ -230,7 +231,7 @@ class Trainer(transformers.Trainer):
             raise InputError("would split the model a second time", where="accelerate's configuration", remedy=remedy)
         tokenizers = (transformers.PreTrainedTokenizerBase, transformers.ProcessorMixin)
         if isinstance(self.processing_class, tokenizers) and hasattr(model, "config"):
-            align_special_tokens(model, self.processing_class)  # train() would change what is compiled
+            _align_tokens(model, self.processing_class)  # train() would change what is compiled
         self._set_signature_columns_if_needed()  # the parallel module's forward takes anything
         batch = self._example() if example is None else dict(example)
         counts = self._counts_items(batch)
@@ -248,9 +249,10 @@ class Trainer(transformers.Trainer):
             raise InputError("the model's loss does not read it", where=_COUNT, remedy=remedy) from error
         if args.world_size != module.world.size:
             reason = f"transformers sees {args.world_size} processes, and the plan has {module.world.size}"
-            raise InputError(reason, where="world size", remedy="start with torchrun or accelerate launch")
+            remedy = "start with torchrun or accelerate launch; on CPUs pass use_cpu=True too"
+            raise InputError(reason, where="world size", remedy=remedy)
         self.model = self.model_wrapped = self.callback_handler.model = self.accelerator.module = module
-        self._parts: list[Any] = []
+        self._parts: list[Any] = []  # of the step, until its last batch is there
 
     def create_accelerator_and_postprocess(self) -> None:
         """Makes an accelerator that leaves model, rows and gradients to the plan."""
@@ -303,7 +305,16 @@ class Trainer(transformers.Trainer):
             if type(sampler) is RandomSampler:  # whose order is that of each process
                 seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
                 sampler = SeedableRandomSampler(dataset, data_seed=seed)
-            return None if sampler is None else RankRows(sampler, batch_size, parts, part, drop_last)
+            if sampler is None:
+                return None
+            count = self.model.plan.microbatches
+            if batch_size % count or (not drop_last and len(sampler) % (batch_size * parts) % (parts * count)):
+                raise InputError(
+                    f"cannot cut batches of {batch_size} rows a data rank, or the last of {len(sampler)} samples",
+                    where=f"microbatches={count}",
+                    remedy="pass a multiple of it as per_device_train_batch_size, and dataloader_drop_last=True",
+                )
+            return RankRows(sampler, batch_size, parts, part, drop_last)
 
         if isinstance(dataset, IterableDataset) and parts > 1:
             if not drop_last:
@@ -459,6 +470,7 @@ class Trainer(transformers.Trainer):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
         """Trains; `resume_from_checkpoint=True` continues the last checkpoint that is complete."""
+        self._parts = []
         if resume_from_checkpoint is True:
             folders = Path(str(self.args.output_dir)).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
             complete = [f for f in folders if re.fullmatch(r".*-\d+", f.name) and _is_complete(f)]
@@ -471,8 +483,8 @@ class Trainer(transformers.Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes what `from_pretrained` reads, and the tokenizer's files. All ranks must call it."""
-        if _internal_call and not self.args.save_only_model:
-            return  # the checkpoint's training save has the weights
+        if _internal_call and output_dir is not None and not self.args.save_only_model:
+            return  # into a checkpoint, whose training save has the weights
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         self.model.save_checkpoint(output_dir or self.args.output_dir, tokenizer=tokenizer)
 

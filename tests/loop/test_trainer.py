@@ -194,7 +194,8 @@ def test_what_it_saves_generates(tmp_path: Path) -> None:
     }
     # It has other special words than the model's configuration.
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[PAD]": 0, "[EOS]": 7, "a": 3}, "[PAD]"))
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", eos_token="[EOS]")
+    fast: Any = transformers.PreTrainedTokenizerFast
+    tokenizer = fast(tokenizer_object=words, pad_token="[PAD]", eos_token="[EOS]")
     options = {"compute_metrics": jobs.accuracy, "processing_class": tokenizer}
     options |= {"data_collator": transformers.default_data_collator}
     it = jobs.trainer(tmp_path, fxpar.Plan(), trainer_options=options, **best)
@@ -235,6 +236,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 def test_what_would_wrap_or_change_the_model_is_refused(tmp_path: Path, name: str) -> None:
     options, text = REFUSED[name]
     plan = fxpar.Plan()
@@ -261,6 +263,9 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
             tmp_path, plan, model, {"train_dataset": None, "eval_dataset": None}, eval_strategy="no"
         ),
         "gradient_accumulation_steps: .*Plan.microbatches": lambda: jobs.trainer(tmp_path, fxpar.Plan(microbatches=2)),
+        "microbatches=2: cannot cut .*the last of 11 samples": lambda: jobs.trainer(
+            tmp_path, fxpar.Plan(microbatches=2), gradient_accumulation_steps=1
+        ).train(),
         "loss_reduction: ": lambda: jobs.trainer(tmp_path, fxpar.Plan(loss_reduction="token")),
         "accelerate's prepare: .*fxpar.Trainer": lambda: transformers.Trainer(
             split.model, jobs.arguments(tmp_path, 2, eval_strategy="no"), train_dataset=jobs.Texts()

@@ -99,6 +99,15 @@ from fxpar.cli.main import main
 assert main(["groups", "--tp", "2"]) == 0
 assert "torch" not in sys.modules
 assert main(["verify", "hf:gpt2", "--tp", "2"]) == 2
+import fxpar
+
+try:
+    fxpar.Trainer
+except fxpar.FxparError as error:
+    assert "fxpar.Trainer: needs transformers and accelerate" in str(error)
+    assert error.remedy == "pip install 'fxpar[hf]'"
+else:
+    raise AssertionError("it is there")
 """
 
 

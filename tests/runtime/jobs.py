@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch._dynamo.exc import InternalTorchDynamoError
 from torch.distributed import distributed_c10d
@@ -318,6 +317,8 @@ def refused_calls() -> dict[str, tuple[str, str, str, str]]:
     """What calls that cannot work are told; the module works afterwards."""
     import copy
     import pickle
+
+    from accelerate import Accelerator
 
     model, batch = tiny_module(), models.batch()
     ids, targets = batch["ids"], batch["targets"]
