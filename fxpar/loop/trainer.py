@@ -222,7 +222,7 @@ class Trainer(transformers.Trainer):
         if not isinstance(plan, Plan):
             raise InputError(f"there is none, got {plan!r}", where="plan", remedy="pass plan=fxpar.Plan(tp=2), say")
         args = transformers.TrainingArguments(output_dir="tmp_trainer") if args is None else args
-        _check(model, args, plan, options)
+        _check(type(self), model, args, plan, options)
         args.device  # noqa: B018 - counts GPUs, of which a process has one
         args._n_gpu = min(args.n_gpu, 1)
         super().__init__(model, args, data_collator, **options)
@@ -535,7 +535,7 @@ def _summed(plan: Plan) -> Plan:
     return dataclasses.replace(plan, loss_reduction="sum")
 
 
-def _check(model: Any, args: Any, plan: Plan, options: Mapping[str, Any]) -> None:
+def _check(kind: type[Trainer], model: Any, args: Any, plan: Plan, options: Mapping[str, Any]) -> None:
     """Refuses arguments by which Trainer would wrap or change the model, or that a plan cannot follow.
 
     Raises:
@@ -548,6 +548,11 @@ def _check(model: Any, args: Any, plan: Plan, options: Mapping[str, Any]) -> Non
     config, standard = args.accelerator_config, type(args.accelerator_config)()
     accumulates = args.gradient_accumulation_steps > 1 and plan.microbatches > 1
     problems |= {
+        "compute_loss": (
+            kind.compute_loss is not transformers.Trainer.compute_loss,
+            "the compiled step would not call it",
+            "pass compute_loss_func=…, which is traced",
+        ),
         "model_init": (options.get("model_init"), "the model is split once", "pass model=model_init()"),
         "optimizers": (
             (options.get("optimizers") or (None,))[0],

@@ -244,6 +244,13 @@ def test_what_would_wrap_or_change_the_model_is_refused(tmp_path: Path, name: st
         jobs.trainer(tmp_path, plan, **options).train()
 
 
+class Losing(fxpar.Trainer):
+    """Computes its loss as scripts for transformers' own do."""
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        return super().compute_loss(*args, **options)
+
+
 def test_mistakes_are_named(tmp_path: Path) -> None:
     model, plan = jobs.llama(), fxpar.Plan()
     split = jobs.trainer(tmp_path, plan, trainer_options={"eval_dataset": None}, eval_strategy="no")
@@ -259,6 +266,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
             tmp_path, plan, model, {"optimizers": (adamw, None)}
         ),
         "model_init: .*model=model_init": lambda: jobs.trainer(tmp_path, plan, model, {"model_init": jobs.llama}),
+        "compute_loss: .*compute_loss_func": lambda: Losing(model, jobs.arguments(tmp_path, 2), plan=plan),
         "example: there is no dataset": lambda: jobs.trainer(
             tmp_path, plan, model, {"train_dataset": None, "eval_dataset": None}, eval_strategy="no"
         ),
