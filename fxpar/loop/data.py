@@ -104,6 +104,62 @@ class BatchSampler(Sampler[list[int]]):
         self.start = (epoch + 1) * self.epoch_samples
 
 
+class RankRows(Sampler[int]):
+    """Yields the indices of one data rank's rows, from the order of the whole job.
+
+    Each batch of `rows` × `parts` indices is cut into parts; of a smaller last one the first parts have a row more.
+
+    Args:
+        sampler: yields the same order on all ranks.
+        rows: of a full batch of this rank.
+        parts: data ranks.
+        part: which of them this is.
+        drop_last: whether indices that fill no batch are left out.
+
+    Raises:
+        InputError: the last batch has fewer rows than there are data ranks, or none is filled.
+    """
+
+    def __init__(self, sampler: Any, rows: int, parts: int, part: int, drop_last: bool) -> None:
+        self.sampler, self.rows, self.parts, self.part, self.drop_last = sampler, rows, parts, part, drop_last
+        rest = len(sampler) % (rows * parts)
+        if drop_last and len(sampler) < rows * parts:
+            reason = f"{len(sampler)} samples fill no batch of {parts} × {rows}"
+            raise InputError(reason, where="train_dataset", remedy="pass a smaller per_device_train_batch_size")
+        if not drop_last and 0 < rest < parts:
+            raise InputError(
+                f"the last batch has {rest} of {len(sampler)} samples for {parts} data ranks",
+                where="train_dataset",
+                remedy="pass dataloader_drop_last=True, or another per_device_train_batch_size",
+            )
+
+    def __len__(self) -> int:
+        """Returns how many indices this rank reads in an epoch."""
+        full, rest = divmod(len(self.sampler), self.rows * self.parts)
+        return full * self.rows + (0 if self.drop_last else len(self._cut(range(rest))))
+
+    def __iter__(self) -> Iterator[int]:
+        """Yields the indices of an epoch."""
+        batch: list[int] = []
+        for index in self.sampler:
+            batch.append(index)
+            if len(batch) == self.rows * self.parts:
+                yield from self._cut(batch)
+                batch = []
+        if not self.drop_last:
+            yield from self._cut(batch)
+
+    def _cut(self, batch: Any) -> Any:
+        least, more = divmod(len(batch), self.parts)
+        start = self.part * least + min(self.part, more)
+        return batch[start : start + least + (self.part < more)]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of an epoch, where the sampler has several."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+
 class Source:
     """Batches of a loader, epoch after epoch.
 

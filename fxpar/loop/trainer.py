@@ -19,12 +19,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from fxpar.api import parallelize
 from fxpar.checkpoint.parallel_module import ParallelModule
 from fxpar.errors import CheckpointError, InputError
-from fxpar.loop.data import data_ranks
+from fxpar.loop.data import RankRows, data_ranks
 from fxpar.optim.optimizer import Optimizer
 from fxpar.plan.plan import Plan
 from fxpar.runtime.rank_batches import data_part
@@ -65,62 +65,6 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
     "torch_empty_cache_steps": ("programs keep their memory", _LEAVE_OUT),
     "use_liger_kernel": ("the program is compiled before", "apply_liger_kernel(model) before you make the Trainer"),
 }
-
-
-class RankRows(Sampler[int]):
-    """Yields the indices of one data rank's rows, from the order of the whole job.
-
-    Each batch of `rows` × `parts` indices is cut into parts; of a smaller last one the first parts have a row more.
-
-    Args:
-        sampler: yields the same order on all ranks.
-        rows: of a full batch of this rank.
-        parts: data ranks.
-        part: which of them this is.
-        drop_last: whether indices that fill no batch are left out.
-
-    Raises:
-        InputError: the last batch has fewer rows than there are data ranks, or none is filled.
-    """
-
-    def __init__(self, sampler: Any, rows: int, parts: int, part: int, drop_last: bool) -> None:
-        self.sampler, self.rows, self.parts, self.part, self.drop_last = sampler, rows, parts, part, drop_last
-        rest = len(sampler) % (rows * parts)
-        if drop_last and len(sampler) < rows * parts:
-            reason = f"{len(sampler)} samples fill no batch of {parts} × {rows}"
-            raise InputError(reason, where="train_dataset", remedy="pass a smaller per_device_train_batch_size")
-        if not drop_last and 0 < rest < parts:
-            raise InputError(
-                f"the last batch has {rest} of {len(sampler)} samples for {parts} data ranks",
-                where="train_dataset",
-                remedy="pass dataloader_drop_last=True, or another per_device_train_batch_size",
-            )
-
-    def __len__(self) -> int:
-        """Returns how many indices this rank reads in an epoch."""
-        full, rest = divmod(len(self.sampler), self.rows * self.parts)
-        return full * self.rows + (0 if self.drop_last else len(self._cut(range(rest))))
-
-    def __iter__(self) -> Iterator[int]:
-        """Yields the indices of an epoch."""
-        batch: list[int] = []
-        for index in self.sampler:
-            batch.append(index)
-            if len(batch) == self.rows * self.parts:
-                yield from self._cut(batch)
-                batch = []
-        if not self.drop_last:
-            yield from self._cut(batch)
-
-    def _cut(self, batch: Any) -> Any:
-        least, more = divmod(len(batch), self.parts)
-        start = self.part * least + min(self.part, more)
-        return batch[start : start + least + (self.part < more)]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of an epoch, where the sampler has several."""
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
 
 
 class PlanAccelerator(Accelerator):  # type: ignore[misc]
@@ -308,7 +252,8 @@ class Trainer(transformers.Trainer):
             if sampler is None:
                 return None
             count = self.model.plan.microbatches
-            if batch_size % count or (not drop_last and len(sampler) % (batch_size * parts) % (parts * count)):
+            rest = 0 if drop_last else len(sampler) % (batch_size * parts)
+            if count > 1 and (batch_size % count or rest % (parts * count)):
                 raise InputError(
                     f"cannot cut batches of {batch_size} rows a data rank, or the last of {len(sampler)} samples",
                     where=f"microbatches={count}",
