@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -53,6 +54,9 @@ _MIX, _STEP = -0x40A7B892E31B1A47, -0x61C8864680B583EB
 _CHUNK = 1 << 20
 # Sizes for which the factors of the words' places are kept.
 _MOST_KEPT = 8
+# Calls in training, from the first on, in which data ranks look whether all of them bring the same rows. Loaders that
+# were not told of ranks show it at once; after one call with other rows nobody looks any more, so that steps pay nothing.
+_LOOKS = 2
 
 
 # By data rank, the shapes of the tensors of its batch in their order.
@@ -70,6 +74,7 @@ class Inputs:
         # By rank, which part of the batch it is given.
         self._parts = [data_part(world.mesh, rank) for rank in range(world.size)]
         self._steps: dict[int, Tensor] = {}
+        self._looks = _LOOKS if self._party else 0
         # What the device has not said yet: when it has, into which memory, and about which batch.
         self._pending: tuple[torch.cuda.Event, Tensor, Any, Any] | None = None
 
@@ -87,7 +92,7 @@ class Inputs:
             InputError: this batch differs, or the values of the one before did.
         """
         self._settle()
-        device = self._world.device
+        device, brought = self._world.device, batch
         batch = pytree.tree_map_only(Tensor, lambda value: value.to(device), batch)
         shapes = [list(value.shape) for _, value in calls.leaves(batch) if isinstance(value, Tensor)]
         known = [_digest(facts), _digest(shapes)]
@@ -102,9 +107,13 @@ class Inputs:
         if device.type == "cpu" and alike is not None:
             known.append(int(alike))
             alike = None
-        met, others = self._meet("compares the batch", known), None
-        if not met.is_equal:
-            most, least = met.largest, met.smallest
+        looks = self._looks > 0 and not facts["the mode"].startswith("evaluation")
+        rows = self._rows(brought, whole.keys()) if looks else 0
+        met, others, n = self._meet("compares the batch", [*known, rows]), None, len(known)
+        if looks:
+            self._warn_of_equal_rows(met.largest[n] == met.smallest[n])
+        most, least = met.largest[:n], met.smallest[:n]
+        if most != least:
             if self._party and most[0] == least[0] and most[2:] == least[2:]:
                 others = self._shapes(shapes)
             if others is None:
@@ -120,6 +129,24 @@ class Inputs:
         event.record()
         self._pending = (event, host, batch, whole)
         return batch, extremes[0].eq(extremes[1].bitwise_not()).all(), others
+
+    def _rows(self, batch: Any, shared: Collection[str]) -> int:
+        """Returns a number that follows from the rows of a batch; one of this rank alone where the host has none."""
+        rows = [value for path, value in calls.leaves(batch) if isinstance(value, Tensor) and path not in shared]
+        if not rows or any(value.device.type != "cpu" for value in rows):  # nobody waits for a device
+            return self._world.rank
+        return _digest(calls.batch_facts(rows, values=True))
+
+    def _warn_of_equal_rows(self, is_equal: bool) -> None:
+        """Warns on rank 0 when all data ranks have brought the same rows in each of the first calls."""
+        self._looks = self._looks - 1 if is_equal else 0
+        if is_equal and not self._looks and self._world.rank == 0:
+            warnings.warn(
+                "the batch: all data ranks bring the same rows, so that a step learns no more than one rank's; give "
+                "each rank its own: DataLoader(dataset, batch_sampler=fxpar.BatchSampler(len(dataset), rows, model)), "
+                "or fxpar.shard_batch(batch, model)",
+                stacklevel=2,
+            )
 
     def _shapes(self, shapes: list[list[int]]) -> Shapes | None:
         """Returns, by data rank, the shapes of the tensors of its batch; None where ranks of one differ."""

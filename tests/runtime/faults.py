@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -117,6 +119,23 @@ def inputs() -> Found:
     return found
 
 
+def equal_rows() -> list[list[str]]:
+    """What the host warns of when all data ranks bring the same rows, or each its own."""
+    same, own = models.batch(), models.batch(2 + dist.get_rank())
+    told = []
+    for batches in ([same, same, same, same], [own, same, same], [same, own, same, same]):
+        model = fxpar.parallelize(models.tiny(), fxpar.Plan(dp=2), same)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model.eval()(**same)
+            model.train()
+            for batch in batches:
+                model.train_step(batch)
+        told.append([str(warning.message) for warning in caught if "the batch: " in str(warning.message)])
+    return told
+
+
 def ends_while_it_compiles() -> None:
     """The odd rank is killed in the middle of its trace."""
 
@@ -175,6 +194,17 @@ def ends_in_front_of_an_agreement() -> None:
     model.train_step(models.batch())
     with TemporaryDirectory() as folder:
         model.save_training(folder, torch.optim.SGD(model.parameters()), Scheduler())
+
+
+def saves_alone() -> None:
+    """Rank 0 alone saves, as a script of another library does, and the odd rank's program comes to its end."""
+    model = parallel()
+    model.train_step(models.batch())
+    if is_odd():
+        atexit._run_exitfuncs()
+        os._exit(0)
+    with TemporaryDirectory() as folder:
+        model.save_checkpoint(folder)
 
 
 def stays_away() -> None:

@@ -93,6 +93,14 @@ def test_check_inputs_names_the_entry_and_the_ranks(world2: World) -> None:
     assert first["constants"][2] == "differs between rank 0 (False) and rank 1 (True)"
 
 
+def test_equal_rows_of_all_data_ranks_are_warned_of_once(world2: World) -> None:
+    told, others = world2.run(faults.equal_rows)
+    assert others == [[], [], []]
+    assert [len(texts) for texts in told] == [1, 0, 0]
+    assert "all data ranks bring the same rows" in told[0][0]
+    assert "fxpar.BatchSampler(" in told[0][0]
+
+
 # Ranks, what all but the odd one say, and how that one ends.
 ENDS = [
     (
@@ -135,6 +143,12 @@ ENDS = [
         r"rank 1: train_step, compiles a program for .*int64\[1, 5\]",
         "died with exit status 7",
     ),
+    (
+        2,
+        faults.saves_alone,
+        r"RankError: rank 0, save_checkpoint: a collective failed: gloo: .*; rank 1 ended without this call; all ranks",
+        "died with exit status 0",
+    ),
     pytest.param(2, faults.stays_away, r"RankError: .*rank 1 did not come within 3 s", "", marks=pytest.mark.matrix),
     pytest.param(
         3,
@@ -151,6 +165,7 @@ IDS = [
     "between copies",
     "refused",
     "compiles alone",
+    "saves alone",
     "stays away",
     "busy",
 ]
