@@ -484,13 +484,27 @@ def _keep_attention_whole(options: AxisOptions, free: dict[fx.Node, list[Placeme
     for node, dim in options.headed.items():
         cut, goes = natural_cut(node, dim, options.weights)
         if heads_of(node, cut, options.weights) == 1:
-            options.uncut[node] = "it makes one head, which every rank needs"
+            options.uncut[node] = _why_whole(cut, goes, options.n)
             continue
         for other, cuts in free.items():
             trails = [options.trails[other, cut] for cut in cuts]
             if len(output_types(other)[0].shape) > 1 and any(shares_attention(trail, goes) for trail in trails):
                 free[other] = []
                 options.uncut[other] = f"its attention stays whole, as %{node.name} does: {options.uncut[node]}"
+
+
+def _why_whole(cut: Placement, goes: Trail, n: int) -> str:
+    """Returns why every rank has all heads of a matrix.
+
+    Args:
+        cut: between heads, were every division even; of `torch.nn.MultiheadAttention` one of q, k and v each.
+        goes: where it goes.
+    """
+    (piece, *others), pieces = cut.pieces, [p for placements in goes.seen.values() for p in placements[0].pieces]
+    heads = min((p.size for p in pieces if p.sharded and isinstance(p.size, int)), default=piece.size)
+    if others or piece.outer == 1 or heads == piece.size:
+        return "it makes one head, which every rank needs"
+    return f"it makes {heads} heads, which {n} ranks cannot share out"
 
 
 def _question(options: AxisOptions, node: fx.Node, inputs: list[Value]) -> Hashable:

@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 from fxpar.capture.capture import Captured, capture
-from fxpar.compile import compile_program
+from fxpar.compile import compile_model, compile_program
 from fxpar.cost.communication import Collective, collectives
 from fxpar.cost.flops import split_flops
 from fxpar.cost.reasons import unsplit
@@ -245,6 +245,14 @@ def test_one_head_that_every_rank_needs_is_reported() -> None:
     assert whole == dict.fromkeys(
         ("k_proj.weight", "v_proj.weight"), "no cut fits: it makes one head, which every rank needs"
     )
+
+
+@pytest.mark.parametrize("heads", [3, 5])
+def test_heads_of_one_matrix_that_ranks_cannot_share_out_are_counted(heads: int) -> None:
+    layer = nn.TransformerEncoderLayer(30, heads, 64, batch_first=True)
+    compiled = compile_model(layer, (torch.randn(3, 5, 30),), Plan(tp=2), lambda outputs, batch: outputs.mean())
+    reason = f"no cut fits: it makes {heads} heads, which 2 ranks cannot share out"
+    assert dict(unsplit(compiled.program))["self_attn.in_proj_weight"] == reason
 
 
 SPLIT = {
