@@ -87,6 +87,9 @@ class Pass:
     preserves: str
     when: Callable[[Program], bool] = lambda program: True
 
+    def __repr__(self) -> str:
+        return self.name  # signatures show the passes as defaults: `help(fxpar.parallelize)`
+
     @property
     def condition(self) -> str:
         """Returns which programs the pass is for; empty if it is for all."""

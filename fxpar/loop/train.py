@@ -48,11 +48,11 @@ def train(model: ParallelModule, optimizer: torch.optim.Optimizer, loader: Any, 
 
     Args:
         model: what `parallelize` returned, in training mode.
-        optimizer: `fxpar.Optimizer` or one of torch's. It steps inside of `train_step`, and so inside of a graph where
-            the plan captures full iterations.
+        optimizer: `fxpar.Optimizer` or one of torch's. It steps inside of `train_step`, in graphs of full steps too.
         loader: batches as `train_step` takes them, of this rank: an iterable, such as a `DataLoader`, which begins anew
             when it ends, or a callable that takes the count of samples seen and returns batches from there on.
-        options: the fields of `TrainOptions`: steps, saves, save_every, log, evaluate, trace and others.
+        options: steps, scheduler, scaler, max_norm, saves, save_every, keep, async_save, resume, log_every, log,
+            evaluate, evaluate_every, progress, trace; `help(fxpar.loop.train_options.TrainOptions)` says what each is.
 
     Raises:
         InputError: an option, the loader or a batch cannot be used, or other data ranks saved the loader's state.

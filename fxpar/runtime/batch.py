@@ -185,8 +185,8 @@ def batch_facts(batch: Any, values: bool, sizes: bool = True) -> dict[str, str]:
             shape = list(value.shape) if sizes else [value.dim()]
             text = f"{str(value.dtype).removeprefix('torch.')}{shape}"
             if values and not value.is_meta:
-                data = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-                text += f" of values {hashlib.sha256(data.tobytes()).hexdigest()[:12]}"
+                data = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+                text += f" of values {hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]}"
         facts[f"batch entry {path}"] = text
     return facts
 

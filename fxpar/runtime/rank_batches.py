@@ -54,8 +54,8 @@ _MIX, _STEP = -0x40A7B892E31B1A47, -0x61C8864680B583EB
 _CHUNK = 1 << 20
 # Sizes for which the factors of the words' places are kept.
 _MOST_KEPT = 8
-# Calls in training, from the first on, in which data ranks look whether all of them bring the same rows. Loaders that
-# were not told of ranks show it at once; after one call with other rows nobody looks any more, so that steps pay nothing.
+# Calls in training, from the first on, in which data ranks look whether all of them bring the same rows. A loader that
+# knows of no ranks shows it at once; after one call with other rows nobody looks any more, so that steps pay nothing.
 _LOOKS = 2
 
 
@@ -92,7 +92,7 @@ class Inputs:
             InputError: this batch differs, or the values of the one before did.
         """
         self._settle()
-        device, brought = self._world.device, batch
+        device, passed = self._world.device, batch
         batch = pytree.tree_map_only(Tensor, lambda value: value.to(device), batch)
         shapes = [list(value.shape) for _, value in calls.leaves(batch) if isinstance(value, Tensor)]
         known = [_digest(facts), _digest(shapes)]
@@ -108,7 +108,7 @@ class Inputs:
             known.append(int(alike))
             alike = None
         looks = self._looks > 0 and not facts["the mode"].startswith("evaluation")
-        rows = self._rows(brought, whole.keys()) if looks else 0
+        rows = self._rows(passed, whole.keys()) if looks else 0
         met, others, n = self._meet("compares the batch", [*known, rows]), None, len(known)
         if looks:
             self._warn_of_equal_rows(met.largest[n] == met.smallest[n])

@@ -325,13 +325,10 @@ class Agreement:
         known = {*compiling, said.get("rank"), *(r for r in others if store.check([f"{point}/lost/{r}"]))}
         silent = [rank for rank in others if rank not in known]
         # What ranks leave behind that end, or drop the module, without an error (`Alarm.leave`).
-        keys = {rank: [f"fxpar/{self.module}/{word}/{rank}" for word in ("left", "done")] for rank in silent}
-        gone = [rank for rank in silent if any(store.check([key]) for key in keys[rank])]
-        silent = [rank for rank in silent if rank not in gone]
-        if gone:
-            signs.append(
-                f"{_ranks(gone)} ended without this call; all ranks must make it, so put it under no `if rank == 0`"
-            )
+        marks = [f"fxpar/{self.module}/{word}/" for word in ("left", "done")]
+        if gone := [rank for rank in silent if any(store.check([f"{mark}{rank}"]) for mark in marks)]:
+            signs.append(f"{_ranks(gone)} ended without this call: make it on all ranks, not under `if rank == 0`")
+            silent = [rank for rank in silent if rank not in gone]
         if silent:
             signs.append(f"{_ranks(silent)} gave no sign: ended, or busy with something else")
         return "; ".join(signs)

@@ -1,7 +1,12 @@
 """The site builds without a warning, its reference is complete, and what it shows is run and can be read."""
 
 import ast
+import contextlib
+import dataclasses
+import inspect
+import io
 import re
+import runpy
 import shlex
 import statistics
 import subprocess
@@ -19,6 +24,7 @@ import fxpar
 from fxpar.capture.capture import capture
 from fxpar.cli.main import _application, main
 from fxpar.cli.plan_flags import plan_flags
+from fxpar.loop.train_options import TrainOptions
 from fxpar.rules import unregister_rule
 from tests.runtime.world import World
 from tests.samples.scripts import script
@@ -132,6 +138,24 @@ def test_the_own_model_of_the_quickstart_trains_on_two_processes(world2: World, 
     assert len(losses[0]) == 5
     assert float(losses[0][-1]) < float(losses[0][0])
     assert "weight tp:S(" in texts[0]
+    alone = script_alone(program.replace("fxpar.Plan(tp=2)", "fxpar.Plan()"), tmp_path)
+    assert [float(loss) for loss in losses[0]] == pytest.approx(alone, abs=2e-6), "those of one device"
+    (line,) = re.findall(r"^    fxpar (verify .*)", (_DOCS / "quickstart.md").read_text(), re.MULTILINE)
+    assert main(shlex.split(line.replace("mine.py", str(tmp_path / "mine.py")))) == 0
+
+
+def script_alone(program: str, folder: Path) -> list[float]:
+    """The losses of the page's program on one process."""
+    (folder / "alone.py").write_text(program)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(folder / "alone.py"), run_name="__main__")
+    return [float(loss) for loss in re.findall(r"step \d: loss (\d+\.\d{6})", out.getvalue())]
+
+
+def test_help_names_passes_and_lists_the_options_of_a_training() -> None:
+    assert "= (canonicalize, recognize_experts, fold_masks, " in str(inspect.signature(fxpar.parallelize))
+    words = set(re.findall(r"\w+", fxpar.train.__doc__ or ""))
+    assert [option.name for option in dataclasses.fields(TrainOptions) if option.name not in words] == []
 
 
 def test_the_programs_of_the_page_of_unit_tests_run() -> None:

@@ -9,6 +9,7 @@ import torch
 
 import fxpar
 from fxpar.errors import InputError
+from fxpar.runtime.batch import batch_facts
 from tests.pipeline.runtime import pipeline_jobs
 from tests.runtime.jobs import Found
 from tests.runtime.world import World
@@ -55,3 +56,8 @@ def test_data_ranks_with_other_rows_are_pipelines_of_their_own(world4: World, re
             torch.testing.assert_close(gradient, one["gradients"][name], rtol=0, atol=1e-12)
         assert found["lengths"][:2] == ("InputError", "batch entry ids")
         assert found["lengths"][3] == "pad them to one length on every data rank"
+
+
+def test_a_digest_is_that_of_values_and_not_of_how_they_lie() -> None:
+    z = torch.randn(3, dtype=torch.complex64)
+    assert batch_facts((z.conj(),), True) == batch_facts((z.conj().resolve_conj(),), True) != batch_facts((z,), True)
