@@ -6,6 +6,7 @@ its stages, whose steps are of one microbatch. No process group, no values.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +30,7 @@ from fxpar.cost.figures import (
     Traffic,
 )
 from fxpar.cost.flops import split_flops
-from fxpar.cost.measure import Measured, SavedStorage, measure
+from fxpar.cost.measure import Measured, Measurer, SavedStorage
 from fxpar.cost.parameter_memory import (
     OptimizerKind,
     copy_bytes,
@@ -103,7 +104,11 @@ def make_report(
     options: dict[str, Any] = {"name": name, "device": device, "sizes": all_sizes, "optimizer": optimizer}
     share = split_flops(program, sizes=all_sizes)
     noted = (*findings, *remarks(program, share))
-    reports = [_figures(*step, reach=reach, **options) for step in steps]
+    measurer = Measurer()
+    reports = [
+        _figures(program, trained, measurer.of(trained, lowered, device), reach=reach, **options)
+        for program, trained, lowered in steps
+    ]
     if len(reports) == 1:
         return replace(reports[0], remarks=noted)
     lines = stage_lines(program, reports, all_sizes)
@@ -120,7 +125,7 @@ def make_report(
 def _figures(
     program: Program,
     trained: Program,
-    lowered: Lowered,
+    measured: Callable[..., Measured],
     *,
     name: str,
     device: torch.device,
@@ -131,14 +136,10 @@ def _figures(
     """Returns the report of a program and its step, without remarks."""
     all_sizes, kind = dict(sizes), optimizer_kind(optimizer)
     local = {s.name: all_sizes[s.name] // s.multiple for s in program.symbols}
-    step = measure(trained, lowered, local, device)
+    step = measured(local)
     listed = collectives(trained, all_sizes)
     _check_counts(listed, step)
-
-    def count(where: Mapping[str, int]) -> Measured:
-        return measure(trained, lowered, where, device, backward=False)
-
-    activations = _activations(program, step, local, count)
+    activations = _activations(program, step, local, functools.partial(measured, backward=False))
     share = split_flops(program, sizes=all_sizes)
     inputs = _input_bytes(program, local)
     ranks = _ranks(program, step, kind, inputs)

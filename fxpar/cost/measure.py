@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,17 +26,20 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.cost.communication import symbol_sizes
 from fxpar.cost.figures import Moment
 from fxpar.errors import InputError
+from fxpar.ir.grad_flow import plain
 from fxpar.ir.program import Program, ScalarType, has_note, note, output_layouts, tensor_type
 from fxpar.ir.step import ONCE, RECOMPUTE, RNG_PATH, output_of, parameter_gradients, phase_of
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.ops.counter import without_bits
 from fxpar.ops.lower import Lowered, lower
+from fxpar.ops.lowering_context import Identity
 from fxpar.ops.process_group import Group
 
 _UNCOUNTABLE = (
@@ -338,7 +341,68 @@ def measure(
         with counted, without_bits(counts_memory=backward), contextlib.suppress(_Stopped):
             values |= {name: torch.empty_like(values[name]) for name in fresh}
             walk.run(*[values[name] for name in lowered.inputs], *indices)
-    trained = {p.node for p in program.parameters if p.fqn in parameter_gradients(program)}
     return Measured(
-        tuple(walk.saved), frozenset(trained), tuple(ledger.peaks.values()), ledger.largest, dict(ledger.collectives)
+        tuple(walk.saved), _trained(program), tuple(ledger.peaks.values()), ledger.largest, dict(ledger.collectives)
     )
+
+
+def _trained(program: Program) -> frozenset[str]:
+    known = parameter_gradients(program)
+    return frozenset(p.node for p in program.parameters if p.fqn in known)
+
+
+@dataclass
+class Measurer:
+    """Measures steps of one plan: of those that do the same, as stages of equal layers do, the first alone is run."""
+
+    _known: dict[Hashable, tuple[tuple[str, ...], Measured]] = field(default_factory=dict)
+
+    def of(self, program: Program, lowered: Lowered, device: torch.device) -> Callable[..., Measured]:
+        """Returns what measures a step, as `measure` does, for sizes and with or without its backward."""
+        form, modules = _form(program, lowered)
+
+        def measured(sizes: Mapping[str, int], *, backward: bool = True) -> Measured:
+            key = (form, device, tuple(sizes.items()), backward)
+            if key not in self._known:
+                self._known[key] = modules, measure(program, lowered, sizes, device, backward=backward)
+            names, found = self._known[key]
+            return found if names == modules else _renamed(found, dict(zip(names, modules, strict=True)), program)
+
+        return measured
+
+
+def _form(program: Program, lowered: Lowered) -> tuple[Hashable, tuple[str, ...]]:
+    """Returns all of a step that decides what is measured, without names, and its modules in order."""
+    modules: dict[str, int] = {"": 0}
+    numbers: dict[fx.Node, int] = {}
+    lines: list[Hashable] = []
+    for node in lowered.module.graph.nodes:
+        noted: Hashable = None
+        if has_note(node):
+            one = note(node)
+            module = modules.setdefault(one.fqn, len(modules))
+            noted = (one.type, one.phase, one.origin == RECOMPUTE, module)
+        # What a node of another kind runs is known by its name in the module.
+        target = object() if node.op in ("call_module", "get_attr") else "" if node.op == "placeholder" else node.target
+        arguments = map_aggregate((node.args, node.kwargs), lambda one: Identity() if type(one) is Identity else one)
+        lines.append((node.op, target, plain(arguments, numbers.__getitem__), noted))
+        numbers[node] = len(numbers)
+    fresh = {entry.node for entry in program.inputs if output_of(entry.path) or entry.path == RNG_PATH}
+    taken = [(tensor_type(n), output_layouts(n), n.name in fresh) for n in map(program.node, lowered.inputs)]
+    form = (tuple(lines), tuple(taken), lowered.indices, lowered.takes_rows, tuple(program.axes.items()))
+    try:
+        hash(form)
+    except TypeError:  # what no key can be made of is like nothing else
+        return object(), tuple(modules)
+    return form, tuple(modules)
+
+
+def _renamed(found: Measured, names: Mapping[str, str], program: Program) -> Measured:
+    """Returns what was measured of a step as that of another one, whose modules have other names."""
+
+    def moment(at: Moment) -> Moment:
+        return replace(at, module=names[at.module])
+
+    saved = tuple(SavedStorage(names[storage.module], storage.bytes) for storage in found.saved)
+    peaks = tuple(map(moment, found.peaks))
+    return replace(found, saved=saved, gradients=_trained(program), peaks=peaks, largest=moment(found.largest))
