@@ -34,7 +34,7 @@ from fxpar.errors import InputError
 from fxpar.ir.program import DTYPE_NAMES, Input, PassRecord, Program
 from fxpar.ir.step import RNG_PATH, output_of
 from fxpar.layout.symbolic_sizes import evaluate
-from fxpar.manager import Pass, PassManager
+from fxpar.manager import Pass, PassManager, without_collections
 from fxpar.ops.small_operators import function
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import VERSION, print_program
@@ -214,7 +214,8 @@ def open_start(ui: Ui, request: Request) -> Start:
         refuse_flags(request)
         path = Path(request.model)
         return Start(read_text(path), request.model, path=path)
-    loaded = open_model(ui, request)
+    with without_collections():
+        loaded = open_model(ui, request)
     with ui.working(f"capturing {request.model}"):
         captured = capture_differentiable(loaded.model, loaded.batch, request.plan, loaded.loss)
     return Start(captured.program, request.model, captured, loaded)

@@ -430,6 +430,7 @@ def _figures(
     from fxpar.compile import lower_program
     from fxpar.cost import make_report
     from fxpar.cost.measure import stand_in
+    from fxpar.manager import without_collections
     from fxpar.mesh.axes import joined_names
     from fxpar.ops.process_group import Group
     from fxpar.passes import DEFAULT_PASSES, counted_steps
@@ -442,7 +443,7 @@ def _figures(
     sizes = sizes_of(start.program, size)
     findings = compared(ui, start) if checked else ()
     program, _ = run_passes(ui, start, DEFAULT_PASSES)
-    with ui.working(f"counting {request.model}"):
+    with ui.working(f"counting {request.model}"), without_collections():
         # Nothing is sent: the groups have names alone.
         world = {name: prod(program.axes[axis] for axis in name.split("-")) for name in joined_names(program.axes)}
         groups = {name: Group(name, ranks) for name, ranks in world.items()}

@@ -83,6 +83,7 @@ def steps(ui: Ui, start: Start, of_stage: int | None) -> list[tuple[int | None, 
     from fxpar.cli.files import run_passes
     from fxpar.ir.regions import inlined
     from fxpar.ir.stages import stages_of
+    from fxpar.manager import PassManager, without_collections
     from fxpar.passes import DEFAULT_PASSES, STEP_PASSES
 
     if not is_pipeline(start.program):
@@ -90,11 +91,13 @@ def steps(ui: Ui, start: Start, of_stage: int | None) -> list[tuple[int | None, 
         return [(None, inlined(program))]
     program, _ = run_passes(ui, start, DEFAULT_PASSES)
     stage_steps: list[tuple[int | None, Program]] = []
-    for stage in stages_of(program):
-        if of_stage in (None, stage.number):
-            stage_start = dataclasses.replace(start, program=stage.program)
-            step, _ = run_passes(ui, stage_start, step_passes_of(stage))
-            stage_steps.append((stage.number, inlined(step)))
+    with without_collections():
+        for stage in stages_of(program):
+            if of_stage in (None, stage.number):
+                # As in reports: `fxpar run --step` and `fxpar verify` check steps statically.
+                with ui.working(f"{start.name}: the step of stage {stage.number}"):
+                    step = PassManager(step_passes_of(stage)).run(stage.program)
+                stage_steps.append((stage.number, inlined(step)))
     return stage_steps
 
 
