@@ -13,7 +13,7 @@ import pickle
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -25,13 +25,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from fxpar.capture import capture as module_of_capture
 from fxpar.capture.capture import Captured
 from fxpar.errors import TextError
-from fxpar.ir.program import Program, note
+from fxpar.ir.program import Program
 from fxpar.manager import PassManager
 from fxpar.passes.annotate import _LAYOUTS
 from fxpar.passes.differentiate import is_differentiable
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
-from fxpar.text.printing import print_program
+from fxpar.text.stored_traces import whole_text
 from fxpar.verify.faithful import compare
 
 Result = TypeVar("Result")
@@ -42,7 +42,7 @@ CAPTURE = module_of_capture._capture
 PASSES = PassManager.run
 # How a test has changed passes.
 _changes: list[tuple[Any, ...]] = []
-# What pickle raises of a class inside a function, a lock, a parametrized module; and what `_text` does.
+# What pickle raises of a class inside a function, a lock, a parametrized module; and what `whole_text` does.
 _UNKNOWN = (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError, TextError)
 
 
@@ -61,7 +61,7 @@ def captured_once(folder: Path) -> Iterator[None]:
 
         def entry(captured: Captured) -> Any:
             fields = ("spec", "how", "unwalked", "findings", "fixed")
-            return _text(captured.program), {name: getattr(captured, name) for name in fields}
+            return whole_text(captured.program), {name: getattr(captured, name) for name in fields}
 
         def read(entry: Any) -> Captured:
             function = loss if callable(loss) else None
@@ -78,7 +78,7 @@ def captured_once(folder: Path) -> Iterator[None]:
 
         def key() -> Any:
             how = captured.how, captured.spec, sorted(captured.fixed)
-            return "compared", _model_key(model, captured.loss), batch, _text(captured.program), how, _modes()
+            return "compared", _model_key(model, captured.loss), batch, whole_text(captured.program), how, _modes()
 
         return _shared(folder, key, run, str, str) if runs else run()
 
@@ -109,7 +109,7 @@ def passes_run_once(folder: Path) -> Iterator[None]:
             return PASSES(manager, program, until=until)
 
         def entry(result: Program) -> Any:
-            return _text(result), result.history[len(program.history) :]
+            return whole_text(result), result.history[len(program.history) :]
 
         def read(entry: Any) -> Program:
             return parse_program(entry[0]).with_(history=(*program.history, *entry[1]))
@@ -120,7 +120,7 @@ def passes_run_once(folder: Path) -> Iterator[None]:
                 raise pickle.PicklingError  # what a test puts in a pass's place may count its calls
             checks = [item.name for item in manager.verifiers], manager.checked
             layouts = sorted(_LAYOUTS.get({}).items())
-            return "passes", _text(program), _modes(), passes, checks, layouts, until, _changes
+            return "passes", whole_text(program), _modes(), passes, checks, layouts, until, _changes
 
         if manager.dump or manager.on_pass or manager.on_program:
             return run()
@@ -130,7 +130,7 @@ def passes_run_once(folder: Path) -> Iterator[None]:
         def run() -> bool:
             return is_differentiable(program)
 
-        return _shared(folder, lambda: ("derivatives", _text(program), _modes()), run, bool, bool)
+        return _shared(folder, lambda: ("derivatives", whole_text(program), _modes()), run, bool, bool)
 
     with (
         mock.patch.object(PassManager, "run", once),
@@ -182,30 +182,6 @@ def _shared(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, of a nest's description that is read
         return read(pickle.loads(path.read_bytes()))
-
-
-def _text(program: Program) -> str:
-    """Returns the program's text.
-
-    Raises:
-        TextError: it does not say all of the program.
-    """
-    text = print_program(program)
-    parsed = parse_program(text)
-    fields = ("parameters", "inputs", "outputs", "symbols", "plan", "properties", "loss", "counted", "conditions")
-    is_same = all(getattr(parsed, name) == getattr(program, name) for name in fields)
-    is_same = is_same and _values_of(parsed.constants) == _values_of(program.constants)
-    if not is_same or _notes(parsed) != _notes(program):
-        raise TextError("the text does not say all of the program")
-    return text
-
-
-def _notes(program: Program) -> dict[str, Any]:
-    return {node.name: note(node) for node in program.graph.nodes if node.op != "output"}
-
-
-def _values_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {name: (value.dtype, tuple(value.shape), _values(value)) for name, value in tensors.items()}
 
 
 def _read_of(plan: Plan) -> Any:

@@ -42,6 +42,7 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "captures"
     folder.mkdir(exist_ok=True)
+    os.environ["XDG_CACHE_HOME"] = str(base / "cache")  # where commands leave traces
     with captured_once(folder):
         yield folder
 

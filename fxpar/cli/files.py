@@ -26,7 +26,17 @@ from torch import Tensor
 
 from fxpar.capture.capture import Captured, check_samples
 from fxpar.capture.prepared_model import cast_parameters
-from fxpar.cli.models import SAMPLES, LoadedModel, is_built, load_model, user_code
+from fxpar.cli.models import (
+    SAMPLES,
+    LoadedModel,
+    OpenedFiles,
+    file_states,
+    is_any_young,
+    is_built,
+    load_model,
+    trace_key,
+    user_code,
+)
 from fxpar.cli.output import Ui, is_file, write_text
 from fxpar.cli.plan_flags import EXAMPLE_FLAGS, MODE_FLAG, PLAN_FLAGS, Request
 from fxpar.compile import capture_differentiable
@@ -38,7 +48,8 @@ from fxpar.manager import Pass, PassManager, without_collections
 from fxpar.ops.small_operators import function
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import VERSION, print_program
-from fxpar.verify.faithful import compare, findings
+from fxpar.text.stored_traces import find_trace, store_trace, traces_folder
+from fxpar.verify.faithful import ON_META, compare, findings
 from fxpar.verify.static import STATIC
 from fxpar.verify.values import call_inputs, program_state
 
@@ -155,9 +166,11 @@ class Start:
     Attributes:
         program: captured, or read from a text.
         name: the words it was named by.
-        captured: how it was captured; None for a text.
+        captured: how it was captured; None for a text, and where the trace was on disk.
         loaded: the model; None for a text.
         path: the text; None for a model.
+        how: as `Captured` says, or `text`.
+        unwalked: as `Captured` says.
     """
 
     program: Program
@@ -165,6 +178,8 @@ class Start:
     captured: Captured | None = None
     loaded: LoadedModel | None = None
     path: Path | None = None
+    how: str = "text"
+    unwalked: str = ""
 
     def values(self) -> Values:
         """Returns what checks by value need.
@@ -204,8 +219,11 @@ def is_text(spec: str) -> bool:
         return False
 
 
-def open_start(ui: Ui, request: Request) -> Start:
+def open_start(ui: Ui, request: Request, *, needs_values: bool = False) -> Start:
     """Reads the text or loads and captures the model that the request names.
+
+    Args:
+        needs_values: whether the values of a model that has memory are looked at too, which takes a capture.
 
     Raises:
         InputError: it cannot be loaded or captured, or options were given that say nothing of it.
@@ -214,11 +232,30 @@ def open_start(ui: Ui, request: Request) -> Start:
         refuse_flags(request)
         path = Path(request.model)
         return Start(read_text(path), request.model, path=path)
+    opened = OpenedFiles()
     with without_collections():
-        loaded = open_model(ui, request)
-    with ui.working(f"capturing {request.model}"):
-        captured = capture_differentiable(loaded.model, loaded.batch, request.plan, loaded.loss)
-    return Start(captured.program, request.model, captured, loaded)
+        with opened:
+            loaded = open_model(ui, request)
+        key = trace_key(loaded, request.plan, opened) if request.cache else None
+        stored = find_trace(traces_folder(), key) if key and not (needs_values and loaded.has_memory) else None
+        if stored is not None:
+            program = stored.program(str(traces_folder()))
+            return Start(program, request.model, loaded=loaded, how=stored.how, unwalked=stored.unwalked)
+        with opened, ui.working(f"capturing {request.model}"):
+            captured = capture_differentiable(loaded.model, loaded.batch, request.plan, loaded.loss)
+        if key is not None:
+            _store(ui, key, captured, opened)
+    return Start(captured.program, request.model, captured, loaded, how=captured.how, unwalked=captured.unwalked)
+
+
+def _store(ui: Ui, key: str, captured: Captured, opened: OpenedFiles) -> None:
+    """Leaves a trace on disk, with the files that were read since the process began."""
+    files = file_states(opened)
+    if is_any_young(files):
+        return
+    refusal = store_trace(traces_folder(), key, captured.program, captured.how, captured.unwalked, files)
+    if refusal:
+        ui.warn(f"{traces_folder()}: the trace cannot be left here: {refusal}; give --no-cache, or set XDG_CACHE_HOME")
 
 
 def compared(ui: Ui, start: Start) -> tuple[str, ...]:
@@ -227,10 +264,13 @@ def compared(ui: Ui, start: Start) -> tuple[str, ...]:
     Raises:
         CheckFailed: they differ.
     """
-    if start.captured is None or start.loaded is None:
+    if start.loaded is None:
         return ()
+    if start.captured is None:  # of a trace on disk that needs no values, since there are none
+        return findings(start.how, start.unwalked, ON_META)
     with ui.working(f"comparing {start.name}"):
-        return findings(start.captured, compare(start.captured, start.loaded.model, start.loaded.batch))
+        different = compare(start.captured, start.loaded.model, start.loaded.batch)
+    return findings(start.how, start.unwalked, different)
 
 
 def refuse_flags(request: Request) -> None:

@@ -438,7 +438,7 @@ def _figures(
     if device not in _DEVICES:
         raise InputError("is unknown", where=f"--device {device}", remedy=f"choose one of {', '.join(_DEVICES)}")
     assumed = torch.device(device)
-    start = open_start(ui, request)
+    start = open_start(ui, request, needs_values=checked)
     check_stage(start, of_stage)
     sizes = sizes_of(start.program, size)
     findings = compared(ui, start) if checked else ()

@@ -9,15 +9,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -29,6 +32,8 @@ from fxpar.errors import InputError, PassError
 from fxpar.ir.program import Program
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
+from fxpar.plan.plan import Plan
+from fxpar.text.stored_traces import state_of
 
 _FORMS = "hf:TYPE[,key=value…], module:function, file.py:function or the file of a program's text"
 
@@ -349,3 +354,153 @@ def _class_of(transformers: Any, config: Any) -> tuple[Any, bool]:
         return None, False
     entry = base[type(config)]
     return (entry[0] if isinstance(entry, tuple) else entry), False
+
+
+# What a trace depends on, as one key for traces on disk. Loading a model runs the user's code anew each time; what that
+# can read is in the key: the source of modules, files that Python code opens, variables of the environment, versions,
+# and the words of the command. So is what came out of it: the model's attributes and the example.
+
+# Of the shell and the terminal; they change from call to call.
+_OF_THE_SHELL = frozenset({"_", "SHLVL", "PWD", "OLDPWD", "COLUMNS", "LINES"})
+# A file that is younger may be another one than the process has imported.
+_STARTED = time.time_ns()
+# Transformers notes Python's hash of a text, which each process salts.
+_SALTED = "_original_object_hash"
+_SMALL = 1 << 16  # bytes of a tensor whose values count
+
+
+@dataclass
+class OpenedFiles:
+    """Names of files that Python code opens, while active.
+
+    Attributes:
+        names: absolute paths.
+    """
+
+    names: set[str] = field(default_factory=set)
+
+    def __enter__(self) -> None:
+        _watched().append(self)
+
+    def __exit__(self, *_: object) -> None:
+        _watched().remove(self)
+
+
+@functools.cache
+def _watched() -> list[OpenedFiles]:
+    """Returns who is told of files; an audit hook cannot be removed again, so that there is one for all."""
+    active: list[OpenedFiles] = []
+
+    def note(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and active and isinstance(args[0], (str, bytes)) and not {*"wax"} & {*str(args[1])}:
+            for one in active:
+                one.names.add(os.path.abspath(os.fsdecode(args[0])))
+
+    sys.addaudithook(note)
+    return active
+
+
+def trace_key(loaded: LoadedModel, plan: Plan, opened: OpenedFiles) -> str | None:
+    """Returns the key of a model's trace; None where a file changed while this process ran.
+
+    Args:
+        loaded: the model, in the plan's precision.
+        opened: while it was loaded.
+    """
+    files = {name: state for name, state in file_states(opened).items() if not _is_installed(name)}
+    package = Path(__file__).parents[1]
+    sources = {str(path) for folder in (package, package / "passes") for path in folder.rglob("*.py")}
+    files |= {name: state_of(name, is_installed=False) for name in sources}
+    if is_any_young(files):
+        return None
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_THE_SHELL}
+    versions = (sys.version, sys.prefix, torch.__version__, torch.version.git_version)
+    digest = hashlib.sha256()
+    for part in (versions, sorted(environment.items()), sorted(files.items()), loaded.name, plan.to_yaml()):
+        digest.update(repr(part).encode())
+    for line in _described((loaded.model, loaded.batch, loaded.loss), {}):
+        digest.update(line.encode() + b"\n")
+    return digest.hexdigest()
+
+
+def file_states(opened: OpenedFiles) -> dict[str, str]:
+    """Returns the states of all files that modules were imported from, besides fxpar's, and that were opened."""
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "fxpar"]
+    files = [getattr(module, "__file__", None) for module in modules]
+    names = {os.path.abspath(name) for name in files if isinstance(name, str)}
+    names |= {name for name in opened.names if not name.startswith(("/proc/", "/sys/", "/dev/")) and _counts(name)}
+    return {name: state_of(name, is_installed=_is_installed(name)) for name in sorted(names)}
+
+
+def _counts(name: str) -> bool:
+    # Bytecode follows the source.
+    return not name.endswith(".pyc") and not os.path.isdir(name)
+
+
+def is_any_young(names: Iterable[str]) -> bool:
+    """Returns whether a file may be another one than this process has read."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            if os.stat(name).st_mtime_ns >= _STARTED:
+                return True
+    return False
+
+
+def _is_installed(name: str) -> bool:
+    parts = Path(name).parts
+    return "site-packages" in parts or "dist-packages" in parts or name.startswith(f"{sys.base_prefix}/lib/")
+
+
+def _described(value: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[str]:
+    """Yields lines that tell a value from others: plain ones by themselves, tensors by type and shape, objects by class
+    and attributes. What occurs again is named by its number.
+    """
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
+        yield repr(value)
+        return
+    if id(value) in seen:
+        yield f"as {seen[id(value)][0]}"
+        return
+    seen[id(value)] = len(seen), value  # it must stay alive for its identity to mean something
+    kind = type(value)
+    yield f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(value, Tensor):
+        yield f"{value.shape} {value.dtype} {value.device} {value.requires_grad} {value.layout}"
+        if not value.is_meta and value.layout is torch.strided:
+            yield f"{value.stride()}"
+            if value.numel() * value.element_size() <= _SMALL:
+                yield f"{value.detach().cpu().tolist()}"
+        return
+    if isinstance(value, ModuleType):
+        yield value.__name__
+        return
+    if isinstance(value, (type, FunctionType)):
+        yield f"{value.__module__}.{value.__qualname__}"
+    for part in _parts_of(value):
+        yield from _described(part, seen)
+    if isinstance(value, (set, frozenset)):
+        yield from sorted("\n".join(_described(entry, dict(seen))) for entry in value)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from _described(vars(value), seen)
+
+
+def _parts_of(value: Any) -> list[Any]:
+    """Returns what a container holds, and what a function has of its own."""
+    if isinstance(value, Mapping):
+        return [part for entry in value.items() if entry[0] != _SALTED for part in entry]
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, FunctionType):
+        return [value.__defaults__, value.__kwdefaults__, *map(_contents, value.__closure__ or ())]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    return []
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable has no value yet
+        return ...

@@ -314,6 +314,7 @@ class Request:
         batch: size of the example, None for the default.
         seq: sequence length of the example, None for the default.
         train: whether to capture training mode.
+        cache: whether a trace that an earlier command left on disk is taken, and one is left.
     """
 
     model: str
@@ -322,6 +323,7 @@ class Request:
     batch: int | None = None
     seq: int | None = None
     train: bool = True
+    cache: bool = True
 
     def refuse(self, names: Sequence[str], reason: str, remedy: str) -> None:
         """Refuses options that say nothing of this model.
@@ -358,6 +360,10 @@ def _request(
     train: Annotated[bool | None, typer.Option("--train/--eval", help="mode to capture (default: train)")] = None,
     batch: Annotated[int | None, number_option("samples of an hf: example, for each data rank (default: 3)")] = None,
     seq: Annotated[int | None, number_option("tokens a sample of an hf: example (default: 16)")] = None,
+    cache: Annotated[
+        bool,
+        typer.Option("--cache/--no-cache", help="take an equal trace of an earlier command from disk, or leave one"),
+    ] = True,
     **options: Any,
 ) -> Request:
     """Returns the request of a command line.
@@ -371,7 +377,8 @@ def _request(
     values = {"--plan": plan, MODE_FLAG: train, "--batch": batch, "--seq": seq}
     values |= {flag.name: options[flag.key] for flag in plan_flags()}
     changed = changed_plan(Plan() if plan is None else Plan.load(plan), options)
-    return Request(model, changed, tuple(n for n, v in values.items() if is_given(v)), batch, seq, train is not False)
+    flags = tuple(name for name, value in values.items() if is_given(value))
+    return Request(model, changed, flags, batch, seq, train is not False, cache)
 
 
 def _shared_parameters() -> list[inspect.Parameter]:

@@ -153,7 +153,7 @@ def trace(
     text = print_program(start.program)
     if out is not None:
         write_text(Path(out), text)
-    document = _summary(start.program, start.captured.how if start.captured else "text")
+    document = _summary(start.program, start.how)
 
     def show(stdout: Console) -> None:
         if out is None:
@@ -277,7 +277,7 @@ def run(
     step = step or not named <= {item.name for item in chosen}
     if step:
         chosen = (*chosen, *(item for item in STEP_PASSES if item not in chosen))
-    start = open_start(ui, request)
+    start = open_start(ui, request, needs_values=True)
     is_step = step and (until or "") not in {item.name for item in chosen if item not in STEP_PASSES}
     check_stage(start, of_stage, needed=is_step)
     findings = compared(ui, start)

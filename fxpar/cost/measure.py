@@ -365,8 +365,8 @@ class Measurer:
             key = (form, device, tuple(sizes.items()), backward)
             if key not in self._known:
                 self._known[key] = modules, measure(program, lowered, sizes, device, backward=backward)
-            names, found = self._known[key]
-            return found if names == modules else _renamed(found, dict(zip(names, modules, strict=True)), program)
+            names, one = self._known[key]
+            return one if names == modules else _renamed(one, dict(zip(names, modules, strict=True)), program)
 
         return measured
 
@@ -397,12 +397,12 @@ def _form(program: Program, lowered: Lowered) -> tuple[Hashable, tuple[str, ...]
     return form, tuple(modules)
 
 
-def _renamed(found: Measured, names: Mapping[str, str], program: Program) -> Measured:
+def _renamed(one: Measured, names: Mapping[str, str], program: Program) -> Measured:
     """Returns what was measured of a step as that of another one, whose modules have other names."""
 
     def moment(at: Moment) -> Moment:
         return replace(at, module=names[at.module])
 
-    saved = tuple(SavedStorage(names[storage.module], storage.bytes) for storage in found.saved)
-    peaks = tuple(map(moment, found.peaks))
-    return replace(found, saved=saved, gradients=_trained(program), peaks=peaks, largest=moment(found.largest))
+    saved = tuple(SavedStorage(names[storage.module], storage.bytes) for storage in one.saved)
+    peaks = tuple(map(moment, one.peaks))
+    return replace(one, saved=saved, gradients=_trained(program), peaks=peaks, largest=moment(one.largest))

@@ -295,7 +295,8 @@ class Programs:
             if not with_loss:
                 calls.check_use(self.skeleton, captured.program)
                 captured = replace(captured, program=captured.program.with_(loss=self._loss_name(captured.program)))
-            captured = replace(captured, findings=findings(captured, self._compared(captured, batch, model)))
+            compared = self._compared(captured, batch, model)
+            captured = replace(captured, findings=findings(captured.how, captured.unwalked, compared))
             return replace(captured, program=of_all_ranks(captured.program))
 
         chosen_loss = self._loss if with_loss else loss

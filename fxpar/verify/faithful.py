@@ -28,6 +28,7 @@ from fxpar.verify.simulate_ranks import symbol_values
 from fxpar.verify.values import call_inputs, check_capture
 
 LARGEST = 2 << 30  # bytes of weights
+ON_META = "the model is on the meta device"
 _WORK = 3e10  # FLOPs of a forward, of which some ten are run
 _ROWS, _LENGTH = 2, 8
 _WAYS = {
@@ -74,26 +75,28 @@ def compare_filled(
     return reason if isinstance(reason, str) else compare(captured, _filled(skeleton, buffers), batch) if run else ""
 
 
-def findings(captured: Captured, uncompared: str) -> tuple[str, ...]:
+def findings(how: str, unwalked: str, uncompared: str) -> tuple[str, ...]:
     """Returns what was checked of a capture, as sentences.
 
     Args:
+        how: as `Captured` says.
+        unwalked: as `Captured` says.
         uncompared: what `compare` returned.
     """
     walked = "Functions and hooks of the model's autograd graph were compared with the captured graph."
     compared = "Values and gradients of the captured graph were compared with the model's."
-    if captured.unwalked:
-        walked = f"The model's autograd graph could not be walked without values: {captured.unwalked}."
+    if unwalked:
+        walked = f"The model's autograd graph could not be walked without values: {unwalked}."
     if uncompared:
         compared = f"Values and gradients were not compared with the model's: {uncompared}."
-    return tuple(filter(None, (walked, compared, _WAYS.get(captured.how))))
+    return tuple(filter(None, (walked, compared, _WAYS.get(how))))
 
 
 def _hindrance(captured: Captured, model: nn.Module, batch: Any, has_values: bool = False) -> str | dict[str, int]:
     """Returns why a model is not run; else the sizes to run it at, the best that cost little."""
     tensors = [*model.parameters(), *model.buffers()]
     if not has_values and any(t.is_meta for t in tensors):
-        return "the model is on the meta device"
+        return ON_META
     size = sum(t.numel() * t.element_size() for t in tensors)
     if size >= LARGEST:
         return f"its weights are {amount(size)}"

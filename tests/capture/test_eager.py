@@ -7,7 +7,6 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -246,7 +245,7 @@ def test_a_backward_that_branches_on_values_is_said_not_to_be_walked() -> None:
     apply = bound.Deciding.apply
     captured = faithful(net(lambda m, x: m.down(apply(m.up(x))).sum()), example())
     assert "DataDependent" in captured.unwalked
-    assert "could not be walked" in values.findings(captured, "")[0]
+    assert "could not be walked" in values.findings(captured.how, captured.unwalked, "")[0]
 
 
 def test_the_profiler_of_the_process_is_put_back() -> None:
@@ -352,14 +351,16 @@ def test_what_would_cost_much_is_not_compared_and_said_so(monkeypatch: pytest.Mo
         patch.setattr(values, "_WORK", 10)
         assert "FLOPs" in values.compare(captured, model, example())
     assert values.compare(captured, model.to("meta"), example()) == "the model is on the meta device"
-    assert "not compared with the model's: it is far" in values.findings(captured, "it is far")[1]
+    assert (
+        "not compared with the model's: it is far" in values.findings(captured.how, captured.unwalked, "it is far")[1]
+    )
 
 
 def test_a_way_that_only_compiled_models_go_is_told() -> None:
     model = net(lambda m, x: m.down(unusual.looks_when_eager(m.up(x))).sum()).to("meta")
     captured = capture(model, example().to("meta"))
     reason = values.compare(captured, model, example())
-    assert values.findings(captured, reason)[1:] == (
+    assert values.findings(captured.how, captured.unwalked, reason)[1:] == (
         "Values and gradients were not compared with the model's: the model is on the meta device.",
         "The forward goes the way that it has under torch.compile, as its eager one depends on values.",
     )
@@ -393,7 +394,7 @@ def test_the_capture_says_what_the_walk_found() -> None:
     captured = capture(net(lambda m, x: m.down(m.up(x)).sum()), example())
     assert captured.unwalked == ""
     assert eager.Eager().reason == ""
-    assert "could not be walked" in values.findings(replace(captured, unwalked="an error"), "")[0]
+    assert "could not be walked" in values.findings(captured.how, "an error", "")[0]
 
 
 # The walk of the eager model has the engine pass the backward, and torch's own nodes compute nothing in it.
