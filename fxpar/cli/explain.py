@@ -163,7 +163,7 @@ def _explain_chunks(ui: Ui, start: Start) -> CommandResult:
     whole = dataclasses.replace(plan, communication=dataclasses.replace(plan.communication, token_chunks=1))
     forward = dataclasses.replace(start, program=start.program.with_(plan=whole))
     by_stage: dict[int | None, Sequence[ChunkPrice]] = {}
-    for stage, step in steps(ui, forward, None):
+    for stage, step in steps(ui, forward, None)[1]:
         rows = symbol(batch_symbol(step))
         by_stage[stage] = chunk_prices(step, rows, ChunkChoice(step, rows))
     document = [

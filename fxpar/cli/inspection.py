@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,11 +21,14 @@ from fxpar.cli.output import FAILED, FINE, CommandResult, Ui, amount, print_tabl
 from fxpar.cli.plan_flags import Request, whole_number
 from fxpar.cli.program_commands import OfStage, check_stage, steps, warn_unsplit
 from fxpar.errors import InputError
+from fxpar.ir.properties import Property
+from fxpar.text.tables import span, span_of_names
 
 if TYPE_CHECKING:
     from fxpar.cost import Report
     from fxpar.cost.capturable import Boundary, CaptureRegion
     from fxpar.cost.seconds import Travel
+    from fxpar.cost.stage_cut_points import Send
     from fxpar.ir.program import Program
 
 _ELSEWHERE = "elsewhere"
@@ -42,7 +45,12 @@ Optimizer = Annotated[
     ),
 ]
 Device = Annotated[
-    str, typer.Option(metavar="KIND", help="cpu or cuda: whose kernels are assumed; no GPU is needed to count")
+    str | None,
+    typer.Option(
+        metavar="KIND",
+        help="cpu or cuda: whose kernels are assumed, wherever the command runs (default: those of the machine that the "
+        "plan's cost describes, a GPU by itself)",
+    ),
 ]
 _DEVICES = ("cpu", "cuda")
 _MEMORY = (
@@ -155,49 +163,85 @@ def comm(
 ) -> CommandResult:
     """Lists every collective of a training step: bytes, seconds, what travels alongside it and what stays exposed.
 
-    Of a pipeline those of each stage's step of a microbatch; `fxpar report` says what crosses its cuts.
+    Of a pipeline those of each stage's step of a microbatch, and what the stages send to each other.
     """
     from fxpar.cli.files import open_start
     from fxpar.cost.seconds import travels
+    from fxpar.cost.stage_cut_points import sends
 
     start = open_start(ui, request)
     check_stage(start, of_stage)
     sizes = sizes_of(start.program, size or [])
-    stages = [(stage, program, travels(program, sizes)) for stage, program in steps(ui, start, of_stage)]
+    whole, programs = steps(ui, start, of_stage)
+    stages = [(stage, program, travels(program, sizes)) for stage, program in programs]
+    sent = sends(whole, sizes) if Property.STAGES in whole.properties else []
+    sent = [one for one in sent if of_stage in (None, one.stage)]
     at = _sizes_text(stages[0][1], sizes)
     if len(stages) == 1:
         warn_unsplit(ui, stages[0][1])
+    microbatches = start.program.plan.microbatches
     document = {
         "collectives": [
             travel.to_json() | ({} if stage is None else {"stage": stage})
             for stage, _, step_travels in stages
             for travel in step_travels
         ],
-        "totals": _by_phase([travel for _, _, step_travels in stages for travel in step_travels]),
+        "sends": [dataclasses.asdict(one) for one in sent],
+        "totals": _by_phase([travel for _, _, step_travels in stages for travel in step_travels], microbatches),
+        "microbatches": microbatches,
     }
 
     def show(stdout: Console) -> None:
-        for stage, program, step_travels in stages:
-            name = start.name if stage is None else f"{start.name}, stage {stage}"
+        for stage, program, step_travels in _alike_stages(stages):
+            name = start.name if stage is None else f"{start.name}, {stage}"
             _show_comm(stdout, name, program, step_travels, at)
+        _show_sends(stdout, sent, at)
 
     return CommandResult(document, show)
 
 
-def _by_phase(travels: Sequence[Travel]) -> dict[str, dict[str, Any]]:
-    """Returns number, bytes, seconds and those of them that stay exposed, by phase and of all."""
+def _by_phase(travels: Sequence[Travel], microbatches: int) -> dict[str, dict[str, Any]]:
+    """Returns number, bytes, seconds and those of them that stay exposed, by phase, of all, and of several microbatches.
+
+    What parameters alone have, and the sums of their gradients, travels once a step.
+    """
+    from fxpar.ir.step import ONCE, PARAMETER
+
     groups: dict[str, list[Travel]] = {}
     for travel in travels:
         groups.setdefault(travel.collective.phase, []).append(travel)
+    sums = {phase: _sums(mine, 1) for phase, mine in (*groups.items(), *([("all", travels)] if travels else []))}
+    if travels and microbatches > 1:
+        times = {phase: 1 if phase in (ONCE, PARAMETER) else microbatches for phase in groups}
+        parts = [_sums(mine, times[phase]) for phase, mine in groups.items()]
+        sums[f"{microbatches} microbatches"] = {key: sum(part[key] for part in parts) for key in parts[0]}
+    return sums
+
+
+def _sums(travels: Sequence[Travel], times: int) -> dict[str, Any]:
     return {
-        phase: {
-            "count": len(mine),
-            "bytes": sum(travel.collective.bytes for travel in mine),
-            "seconds": sum(travel.seconds for travel in mine),
-            "exposed": sum(travel.exposed for travel in mine),
-        }
-        for phase, mine in (*groups.items(), *([("all", travels)] if travels else []))
+        "count": times * len(travels),
+        "bytes": times * sum(travel.collective.bytes for travel in travels),
+        "seconds": times * sum(travel.seconds for travel in travels),
+        "exposed": times * sum(travel.exposed for travel in travels),
     }
+
+
+def _alike_stages(
+    stages: Sequence[tuple[int | None, Program, Sequence[Travel]]],
+) -> list[tuple[str | None, Program, Sequence[Travel]]]:
+    """Joins stages in a row whose tables differ in names alone to one, with the numbers of the stages as a text."""
+    groups: list[list[tuple[int | None, Program, Sequence[Travel]]]] = []
+    for entry in stages:
+        if groups and _figures_of(groups[-1][0][2]) == _figures_of(entry[2]) and entry[2]:
+            groups[-1].append(entry)
+        else:
+            groups.append([entry])
+    labels = [None if group[0][0] is None else [stage for stage, _, _ in group] for group in groups]
+    return [
+        (None if numbers is None else span("stage", numbers), *group[0][1:])
+        for numbers, group in zip(labels, groups, strict=True)
+    ]
 
 
 def sizes_of(program: Program, options: Sequence[str]) -> dict[str, int]:
@@ -244,18 +288,18 @@ def _show_comm(stdout: Console, name: str, program: Program, travels: Sequence[T
         return
     axes = dict.fromkeys(travel.collective.axis for travel in travels)
     numbers = ("bytes", "time", "exposed")
-    rows = table("node", "op", *numbers[:2], "beside", numbers[2], right=numbers, whole=("op",))
+    rows = table("node", "op", *numbers[:2], "beside", numbers[2], right=numbers)
     layers: dict[tuple[str, str], list[Travel]] = {}
     for travel in travels:
         layer = layer_of(note(program.node(travel.collective.node)).fqn) or _ELSEWHERE
         layers.setdefault((travel.collective.phase, layer), []).append(travel)
-    for (phase, layer), mine in layers.items():
-        rows.add_row(Text(f"{phase}, {layer}", style="bold"))
+    for phase, names, mine in _alike_layers(layers):
+        rows.add_row(Text(f"{phase}, {names}", style="bold"))
         for travel in mine:
             rows.add_row(*_row(travel, several=len(axes) > 1))
         rows.add_section()
     print_table(stdout, f"{name}: collectives over {', '.join(axes)} at {at}", rows)
-    _show_totals(stdout, travels)
+    _show_totals(stdout, travels, program.plan.microbatches)
     order = "In the order of a compiled step, by the constants of the plan's cost"
     waits = "" if program.plan.compile else "; without compile=True each is waited for at once"
     stdout.print(f"\n{order}{waits}.", soft_wrap=True)
@@ -267,6 +311,28 @@ def _show_comm(stdout: Console, name: str, program: Program, travels: Sequence[T
         )
 
 
+def _alike_layers(layers: Mapping[tuple[str, str], Sequence[Travel]]) -> list[tuple[str, str, Sequence[Travel]]]:
+    """Joins layers in a row that send the same in the same times: phase, their names, and what the first sends."""
+    groups: list[list[tuple[str, str]]] = []
+    for key in layers:
+        last = groups[-1][-1] if groups else None
+        is_next = last is not None and last[0] == key[0] and _without_numbers(last[1]) == _without_numbers(key[1])
+        if is_next and last is not None and _figures_of(layers[last]) == _figures_of(layers[key]):
+            groups[-1].append(key)
+        else:
+            groups.append([key])
+    return [(group[0][0], span_of_names([name for _, name in group]), layers[group[0]]) for group in groups]
+
+
+def _figures_of(travels: Sequence[Travel]) -> list[Any]:
+    """Returns what a table shows of collectives, besides the names of nodes and layers."""
+    return [(t.collective.phase, _row(t, several=True)[1:], _without_numbers(t.collective.node)) for t in travels]
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
 def _row(travel: Travel, *, several: bool) -> tuple[str, ...]:
     one = travel.collective
     beside = sum(seconds for _, seconds in travel.beside)
@@ -275,10 +341,30 @@ def _row(travel: Travel, *, several: bool) -> tuple[str, ...]:
     return f"  {one.node}", op, amount(one.bytes), time_text(travel.seconds), products, time_text(travel.exposed)
 
 
-def _show_totals(stdout: Console, travels: Sequence[Travel]) -> None:
+def _show_sends(stdout: Console, sent: Sequence[Send], at: str) -> None:
+    """Prints what stages send to each other, equal ones once."""
+    if not sent:
+        return
+    rows = table("stage", "to", "phase", "value", "bytes", "time", right=("bytes", "time"))
+    groups: list[list[Send]] = []
+    for one in sorted(sent, key=lambda one: (one.phase != "forward", one.stage)):
+        last = groups[-1][-1] if groups else None
+        if last is not None and (last.phase, last.bytes, last.stage + 1) == (one.phase, one.bytes, one.stage):
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    for group in groups:
+        first, more = group[0], ", …" if len(group) > 1 else ""
+        ends = (span("", [one.stage for one in group]), span("", [one.to for one in group]))
+        value = f"%{first.value}{more}" if first.phase == "forward" else f"gradient of %{first.value}{more}"
+        rows.add_row(*ends, first.phase, value, amount(first.bytes), time_text(first.seconds))
+    print_table(stdout, f"\nwhat stages send for each microbatch at {at}", rows)
+
+
+def _show_totals(stdout: Console, travels: Sequence[Travel], microbatches: int) -> None:
     columns = ("count", "bytes", "time", "exposed")
     totals = table("phase", *columns, right=columns)
-    for phase, sums in _by_phase(travels).items():
+    for phase, sums in _by_phase(travels, microbatches).items():
         if phase == "all":
             totals.add_section()
         times = (time_text(sums["seconds"]), time_text(sums["exposed"]))
@@ -294,7 +380,7 @@ def regions(ui: Ui, request: Request, size: Sizes = None, of_stage: OfStage = No
     start = open_start(ui, request)
     check_stage(start, of_stage, needed=True)
     sizes = sizes_of(start.program, size or [])
-    ((_, program),) = steps(ui, start, of_stage)
+    _, ((_, program),) = steps(ui, start, of_stage)
     all_regions, boundaries = capture_regions(program, sizes)
     document = {
         "regions": [dataclasses.asdict(region) for region in all_regions],
@@ -336,7 +422,7 @@ def memory(
     request: Request,
     size: Sizes = None,
     optimizer: Optimizer = "adamw",
-    device: Device = "cpu",
+    device: Device = None,
     of_stage: OfStage = None,
     memory: Annotated[
         str | None,
@@ -387,7 +473,7 @@ def report(
     request: Request,
     size: Sizes = None,
     optimizer: Optimizer = "adamw",
-    device: Device = "cpu",
+    device: Device = None,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="write the report as one HTML file too")] = None,
 ) -> CommandResult:
     """Reports on a split model: passes, collectives, memory a rank, and what is not split and why."""
@@ -411,7 +497,7 @@ def _figures(
     request: Request,
     size: Sequence[str],
     optimizer: str,
-    device: str,
+    device: str | None,
     *,
     checked: bool = False,
     of_stage: int | None = None,
@@ -435,11 +521,13 @@ def _figures(
     from fxpar.ops.process_group import Group
     from fxpar.passes import DEFAULT_PASSES, counted_steps
 
-    if device not in _DEVICES:
+    if device not in (None, *_DEVICES):
         raise InputError("is unknown", where=f"--device {device}", remedy=f"choose one of {', '.join(_DEVICES)}")
-    assumed = torch.device(device)
     start = open_start(ui, request, needs_values=checked)
     check_stage(start, of_stage)
+    # A machine whose products run in waves of multiprocessors is a GPU.
+    is_gpu = start.program.plan.cost.multiprocessors > 1
+    assumed = torch.device(device or ("cuda" if is_gpu else "cpu"))
     sizes = sizes_of(start.program, size)
     findings = compared(ui, start) if checked else ()
     program, _ = run_passes(ui, start, DEFAULT_PASSES)

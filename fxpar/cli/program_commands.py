@@ -74,11 +74,14 @@ def step_passes_of(stage: Stage) -> list[Pass]:
     return step_passes(program.outputs, stage.tangents, [p.fqn for p in program.parameters if p.trainable])
 
 
-def steps(ui: Ui, start: Start, of_stage: int | None) -> list[tuple[int | None, Program]]:
+def steps(ui: Ui, start: Start, of_stage: int | None) -> tuple[Program, list[tuple[int | None, Program]]]:
     """Returns the training step, or each stage's of a pipeline after its number; without calls of regions.
 
     Args:
         of_stage: the only one that is wanted.
+
+    Returns:
+        The program after all passes, which of a pipeline is the whole, and the steps.
     """
     from fxpar.cli.files import run_passes
     from fxpar.ir.regions import inlined
@@ -88,7 +91,7 @@ def steps(ui: Ui, start: Start, of_stage: int | None) -> list[tuple[int | None, 
 
     if not is_pipeline(start.program):
         program, _ = run_passes(ui, start, (*DEFAULT_PASSES, *STEP_PASSES))
-        return [(None, inlined(program))]
+        return program, [(None, inlined(program))]
     program, _ = run_passes(ui, start, DEFAULT_PASSES)
     stage_steps: list[tuple[int | None, Program]] = []
     with without_collections():
@@ -98,7 +101,7 @@ def steps(ui: Ui, start: Start, of_stage: int | None) -> list[tuple[int | None, 
                 with ui.working(f"{start.name}: the step of stage {stage.number}"):
                     step = PassManager(step_passes_of(stage)).run(stage.program)
                 stage_steps.append((stage.number, inlined(step)))
-    return stage_steps
+    return program, stage_steps
 
 
 def run_stage(

@@ -297,7 +297,11 @@ def _ranks(program: Program, step: Measured, kind: OptimizerKind, inputs: int) -
     activations = sum(tensor.bytes for tensor in step.saved)
     copies = sum(copy_bytes(program, p) for p in weights)
     gathered = sum(gathered_bytes(program).values())
-    peak = parameters + copies + gathered + buffers + state + inputs + step.peak.bytes
+    # Gradients that earlier microbatches have left are there from the start.
+    earlier = gradients if program.plan.microbatches > 1 else 0
+    peak = parameters + copies + gathered + buffers + state + inputs + step.peak.bytes + earlier
+    # When the optimizer steps, all gradients and its state are there.
+    peak = max(peak, parameters + copies + buffers + gradients + state)
     ranks = []
     for rank, place in enumerate(places(program)):
         mine = [held_by(program, p, place) for p in weights]
@@ -363,6 +367,8 @@ def stage_lines(program: Program, reports: Sequence[Report], sizes: Mapping[str,
     for share, report in zip(stage_shares(program, sizes), reports, strict=True):
         rank, memory = share.stage % plan.pp, report.ranks[0]
         flying = in_flight(plan.pp, plan.virtual_stages, rank)[share.stage // plan.pp]
+        if plan.microbatches > 1:  # with one, `train_step` takes lists of any number
+            flying = min(flying, plan.microbatches)
         received = share.received
         lines.append(
             StageLine(

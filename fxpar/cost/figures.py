@@ -177,8 +177,8 @@ class RankMemory:
         optimizer: its state on the device.
         host: its state in the host's memory, which is no part of the peak.
         activations: what autograd keeps between forward and backward.
-        peak: the most that is alive at one time in forward and backward, all of the above included as far as it exists
-            then.
+        peak: the most that is alive at one time in forward, backward and the optimizer's step, all of the above
+            included as far as it exists then.
     """
 
     rank: int
@@ -256,8 +256,8 @@ class StageLine:
         elements: of its parameters; what two stages hold is counted by both.
         optimizer: state for the gradients.
         activations: what a microbatch keeps for its backward, with what the stage received.
-        in_flight: microbatches that keep it at the peak of 1F1B, interleaved where ranks have several stages, where
-            there are so many.
+        in_flight: microbatches that keep it at the peak of 1F1B, interleaved where ranks have several stages; no more
+            than the plan has, where it says how many.
         received: what crosses the cut in front of it.
     """
 
@@ -409,6 +409,7 @@ def _summary(report: Report) -> Section:
     rows = [
         ("plan", plan),
         ("sizes", ", ".join(f"{name} = {value}" for name, value in report.sizes.items()) or "fixed"),
+        ("kernels", f"of {report.device}"),
         ("parameters", f"{size.elements:,} ({amount(size.bytes)}); {size.rank_elements:,} a rank"),
     ]
     if splitting > 1:
@@ -509,10 +510,12 @@ def _ranks(report: Report) -> Section:
         "What kernels use inside and the allocator's rounding come on top."
     ]
     if report.peak.bytes:
+        gradients = "The step starts without gradients: where they are accumulated, at most their bytes come on top."
+        if report.plan.get("microbatches", 1) > 1:
+            gradients = "All gradients are counted from the start of the step, as earlier microbatches leave them."
         notes.append(
             f"Peak: {report.peak}, beside parameters, buffers, optimizer and batch. "
-            f"The largest tensor: {report.largest}. The step starts without gradients: where "
-            "they are accumulated, at most their bytes come on top."
+            f"The largest tensor: {report.largest}. {gradients}"
         )
     return Section("memory a rank", ("what", *labels), tuple(rows), labels, tuple(notes))
 

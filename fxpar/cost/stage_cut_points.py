@@ -355,6 +355,45 @@ def stage_shares(program: Program, sizes: Mapping[str, int] | None = None) -> tu
     return tuple(shares)
 
 
+@dataclass(frozen=True)
+class Send:
+    """A value that a stage sends for each microbatch.
+
+    Attributes:
+        stage: that sends it.
+        to: the stage that receives it.
+        value: its name, or that of the value of which it is the gradient.
+        phase: forward, or backward for a gradient.
+        bytes: of what one rank sends.
+        seconds: by the plan's constants for pp, alone.
+    """
+
+    stage: int
+    to: int
+    value: str
+    phase: str
+    bytes: int
+    seconds: float
+
+
+def sends(program: Program, sizes: Mapping[str, int] | None = None) -> list[Send]:
+    """Returns what the stages of a pipeline send to each other: forward, and gradients back.
+
+    Args:
+        program: after `partition_stages`.
+        sizes: of the inputs by symbol; the example's where they are not given.
+    """
+    cost = program.plan.cost.on(["pp"])
+    made = []
+    for share in stage_shares(program, sizes):
+        for one in share.received:
+            seconds = cost.latency + one.bytes / cost.bandwidth
+            made.append(Send(share.stage - 1, share.stage, one.value, "forward", one.bytes, seconds))
+            if one.returns:
+                made.append(Send(share.stage, share.stage - 1, one.value, "backward", one.bytes, seconds))
+    return sorted(made, key=lambda one: (one.stage, one.phase != "forward"))
+
+
 def in_flight(ranks: int, virtual: int, rank: int) -> tuple[int, ...]:
     """Returns microbatches of each of a rank's stages whose activations it keeps at the peak of (interleaved) 1F1B.
 

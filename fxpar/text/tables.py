@@ -5,6 +5,7 @@ Enters: texts and numbers. Leaves: rich tables that cut nothing, and bytes in bi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from rich import box
@@ -28,6 +29,21 @@ def amount(size: float) -> str:
     while size >= 1024 and power < len(units) - 1:
         size, power = size / 1024, power + 1
     return f"{size:.0f} {units[power]}" if power == 0 else f"{size:.1f} {units[power]}"
+
+
+def span(what: str, numbers: Sequence[int]) -> str:
+    """Returns `stage 1`, or `stages 1–6, each`; without a word `1` or `1–6`."""
+    if len(numbers) == 1:
+        return f"{what} {numbers[0]}".strip()
+    ends = f"{numbers[0]}–{numbers[-1]}"
+    return f"{what}s {ends}, each" if what else ends
+
+
+def span_of_names(names: Sequence[str]) -> str:
+    """Returns the name, or the first of several that differ in a number with the last number: `layers.0–9, each`."""
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]}–{re.findall(r'[0-9]+', names[-1])[-1]}, each"
 
 
 def few(names: Sequence[str], most: int = 4) -> str:
