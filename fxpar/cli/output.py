@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from fxpar.errors import CheckFailed, FxparError, InputError, LayoutError
+from fxpar.text.tables import FittedTable
 from fxpar.text.tables import amount as amount
 from fxpar.text.tables import table as table
 
@@ -165,7 +165,7 @@ def svg_page(width: int, height: int, title: str, notes: Sequence[str], body: It
     )
 
 
-def print_table(out: Console, title: str, rows: Table) -> None:
+def print_table(out: Console, title: str, rows: FittedTable) -> None:
     """Prints a table under its title, which may be wider."""
     out.print(Text(title, style="bold"), soft_wrap=True)
     out.print(rows)
