@@ -289,7 +289,8 @@ class PassManager:
             # A pass may fail after it has changed half of its copy: the program of the caller stays sound.
             result = item.run(program.copy())
         except FxparError as error:
-            error.add_note(f"raised by the pass '{item.name}'")
+            if error.where != item.name:
+                error.add_note(f"raised by the pass '{item.name}'")
             raise
         seconds = time.perf_counter() - start
         if not isinstance(result, Program):

@@ -7,8 +7,9 @@ and what the runner-up would.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from fxpar.cli.output import CommandResult, Ui, amount, print_table, table, time_text
 from fxpar.cli.plan_flags import Request
-from fxpar.cli.program_commands import is_pipeline, steps
+from fxpar.cli.program_commands import example_sizes, is_pipeline, steps
 from fxpar.errors import InputError
 from fxpar.ir.properties import Property
 
@@ -86,6 +87,7 @@ def _explain_layouts(ui: Ui, start: Start, name: str) -> CommandResult:
     from fxpar.sharding.choose import place
     from fxpar.sharding.layout_explanation import explain as explained
     from fxpar.sharding.layout_explanation import followed
+    from fxpar.sharding.problem import reference_sizes
 
     program = start.program
     if Property.LAYOUTS in program.properties:
@@ -107,8 +109,10 @@ def _explain_layouts(ui: Ui, start: Start, name: str) -> CommandResult:
             else:
                 inner = {node.name: node for node in placed.inner.graph.nodes}
                 explanations[axis] = [explained(placed.inner, choice, inner[node.name]) for node in nodes]
+    sizes = reference_sizes(placed.inner)
+    widths = {axis: choice.prices.width for axis, choice in placed.choices.items()}
     document = [
-        {"axis": axis, **_document(explanation)}
+        {"axis": axis, **_document(explanation), "sizes": sizes, "width": widths.get(axis)}
         for axis, all_of_it in explanations.items()
         for explanation in all_of_it
     ]
@@ -117,6 +121,12 @@ def _explain_layouts(ui: Ui, start: Start, name: str) -> CommandResult:
         for axis, all_of_it in explanations.items():
             for explanation in all_of_it:
                 _show(stdout, axis, explanation)
+        if widths:
+            stdout.print(
+                f"Milliseconds are those by which layouts are chosen, whatever the batch: of a step at "
+                f"{_sizes_text(sizes)}, its commonest width taken for {max(widths.values())}.",
+                soft_wrap=True,
+            )
 
     return CommandResult(document, show)
 
@@ -146,8 +156,22 @@ def _explain_cut(ui: Ui, start: Start, name: str) -> CommandResult | None:
             last = program.plan.pipeline_stages - 1
             raise InputError("no stage but those behind the first has a cut", where=name, remedy=f"give 1 to {last}")
         explanation, received = explain_cut(program, stage), stage_shares(whole)[stage].received
+    sizes = example_sizes(program)
     document = dataclasses.asdict(explanation) | {"received": [dataclasses.asdict(tensor) for tensor in received]}
-    return CommandResult(document, lambda stdout: _show_cut(stdout, explanation, received))
+
+    def show(stdout: Console) -> None:
+        _show_cut(stdout, explanation, received)
+        stdout.print(_of_example(sizes), soft_wrap=True)
+
+    return CommandResult(document | {"sizes": sizes}, show)
+
+
+def _of_example(sizes: Mapping[str, int]) -> str:
+    return f"Times are of a microbatch of the example's sizes: {_sizes_text(sizes)}."
+
+
+def _sizes_text(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} = {size}" for name, size in sizes.items()) or "fixed sizes"
 
 
 def _explain_chunks(ui: Ui, start: Start) -> CommandResult:
@@ -181,6 +205,7 @@ def _explain_chunks(ui: Ui, start: Start) -> CommandResult:
             _show_chunks(stdout, start.name if stage is None else f"{start.name}, stage {stage}", prices)
             where = " and ".join(phase or "forward" for phase in phases) + ", attention too" * attention
             stdout.print(f"cheapest: {count} chunks in the {where}" if phases else "cheapest: 1, no chunks pay")
+        stdout.print(_of_example(example_sizes(start.program)), soft_wrap=True)
 
     return CommandResult(document, show)
 
@@ -214,6 +239,7 @@ def _explain_slots(ui: Ui, start: Start, skew: float | None, loads: Path | None)
             rows.add_row(str(price.slots), *texts)
         print_table(stdout, f"spare slots for replicas: {start.name}, a microbatch", rows)
         stdout.print(f"cheapest: {best.slots or 'no'} slots of each rank")
+        stdout.print(_of_example(example_sizes(start.program)), soft_wrap=True)
 
     return CommandResult(document, show)
 
@@ -261,10 +287,14 @@ def _named(program: Program, name: str) -> list[fx.Node]:
     by_module += [node for node in nodes if node.op == "call_function" and note(node).fqn == name]
     matches: list[fx.Node] = by_node or by_parameter or by_module
     if not matches:
+        known = [*(node.name for node in nodes), *(part for p in program.parameters for part in (p.fqn, *p.tied))]
+        known += [note(node).fqn for node in nodes]
+        near = difflib.get_close_matches(name.removeprefix("%"), sorted({*known} - {""}), 3)
+        remedy = f"did you mean {' or '.join(near)}? " if near else ""
         raise InputError(
             "names no node, parameter or module of the program",
             where=name,
-            remedy="'fxpar trace MODEL' prints the nodes with their modules",
+            remedy=f"{remedy}'fxpar trace MODEL' prints the nodes with their modules",
         )
     return matches
 

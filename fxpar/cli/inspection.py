@@ -19,7 +19,7 @@ from rich.text import Text
 
 from fxpar.cli.output import FAILED, FINE, CommandResult, Ui, amount, print_table, table, time_text, write_text
 from fxpar.cli.plan_flags import Request, whole_number
-from fxpar.cli.program_commands import OfStage, check_stage, steps, warn_unsplit
+from fxpar.cli.program_commands import OfStage, check_stage, example_sizes, steps, warn_unsplit
 from fxpar.errors import InputError
 from fxpar.ir.properties import Property
 from fxpar.text.tables import span, span_of_names
@@ -48,8 +48,8 @@ Device = Annotated[
     str | None,
     typer.Option(
         metavar="KIND",
-        help="cpu or cuda: whose kernels are assumed, wherever the command runs (default: those of the machine that the "
-        "plan's cost describes, a GPU by itself)",
+        help="cpu or cuda: whose kernels are assumed, wherever the command runs (default: of the machine that the "
+        "plan's cost describes, which is a GPU by itself)",
     ),
 ]
 _DEVICES = ("cpu", "cuda")
@@ -201,7 +201,7 @@ def comm(
 
 
 def _by_phase(travels: Sequence[Travel], microbatches: int) -> dict[str, dict[str, Any]]:
-    """Returns number, bytes, seconds and those of them that stay exposed, by phase, of all, and of several microbatches.
+    """Returns number, bytes, seconds and those of them that stay exposed, by phase, of all and of all microbatches.
 
     What parameters alone have, and the sums of their gradients, travels once a step.
     """
@@ -275,7 +275,7 @@ def sizes_of(program: Program, options: Sequence[str]) -> dict[str, int]:
 
 
 def _sizes_text(program: Program, sizes: dict[str, int]) -> str:
-    values = {s.name: s.example * s.multiple for s in program.symbols} | sizes
+    values = example_sizes(program) | sizes
     return ", ".join(f"{symbol} = {value}" for symbol, value in values.items()) or "fixed sizes"
 
 

@@ -11,10 +11,11 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Annotated, TextIO
 
 import typer
 
+from fxpar import __version__
 from fxpar.cli.explain import explain
 from fxpar.cli.groups import groups
 from fxpar.cli.inspection import comm, diff, memory, regions, report
@@ -24,8 +25,14 @@ from fxpar.cli.program_commands import passes, run, trace
 from fxpar.cli.schedule import schedule
 from fxpar.cli.verify_commands import bisect, verify
 
+_HELP = "Splits a single-device PyTorch transformer over the ranks of a cluster, and proves it right."
 # In the order in which the help lists them.
-_COMMANDS = (trace, passes, run, verify, bisect, explain, diff, comm, regions, memory, report, groups, schedule)
+_COMMANDS = {
+    "See what a plan does": (trace, passes, run, diff),
+    "Prove it": (verify, bisect),
+    "Count what it costs": (explain, comm, regions, memory, report),
+    "Arrange ranks": (groups, schedule),
+}
 
 # What writing to a full disk or to a pipe that nobody reads raises.
 _OUTPUT_FAULTS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -37,14 +44,31 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 def _application() -> typer.Typer:
     app = typer.Typer(
         name="fxpar",
-        help="Splits a single-device PyTorch transformer over the ranks of a cluster, and proves it right.",
+        help=_HELP,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    for body in _COMMANDS:
-        command(app, body)
+    for panel, bodies in _COMMANDS.items():
+        for body in bodies:
+            command(app, body, panel)
+    # A callback brings its own help, which is the application's.
+    app.callback(help=_HELP)(_options)
     return app
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"fxpar {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
+    """Declares what may stand in front of a command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,6 +24,7 @@ import yaml
 
 from fxpar.cli.output import CommandResult, Ui, console, error_document, error_text, print_error, print_json, status_of
 from fxpar.errors import FxparError, InputError, shown
+from fxpar.mesh.axes import PURPOSES
 from fxpar.plan.cost import Cost
 from fxpar.plan.plan import CHOICES, GROUPS, Plan
 from fxpar.plan.plan_options import CHOICES as GROUP_CHOICES
@@ -36,6 +37,10 @@ _DECIMAL = re.compile(r"[0-9]{0,20}\.[0-9]{1,20}")
 
 # Records whose options stand after one flag, as `--cost bandwidth=3e11`: by themselves their names say nothing.
 _BY_PAIRS = (CudaGraphs, Cost)
+
+
+# Where the help lists flags.
+_RANKS, _PLAN, _MODEL = "Ranks", "Plan", "Model and example"
 
 
 @dataclass(frozen=True)
@@ -100,10 +105,18 @@ def plan_flags() -> tuple[Flag, ...]:
     for field in dataclasses.fields(Plan):
         kind = GROUPS.get(field.name)
         if kind is None or kind in _BY_PAIRS:
-            flags.append(_flag("", Plan, field.name))
+            panel = _RANKS if field.name in PURPOSES else _PLAN
+            flags.append(_in_panel(panel, _flag("", Plan, field.name)))
         else:
-            flags += [_flag(field.name, kind, option.name) for option in dataclasses.fields(kind)]
+            panel = f"{_PLAN}: {field.name}"
+            flags += [_in_panel(panel, _flag(field.name, kind, option.name)) for option in dataclasses.fields(kind)]
     return tuple(flags)
+
+
+def _in_panel(panel: str, flag: Flag) -> Flag:
+    """Returns the flag, which the help lists in this panel."""
+    typing.get_args(flag.annotation)[1].rich_help_panel = panel
+    return flag
 
 
 def _flag(record: str, owner: type, field: str) -> Flag:
@@ -342,9 +355,9 @@ EXAMPLE_FLAGS = ("--batch", "--seq")
 MODE_FLAG = "--train/--eval"
 
 
-def number_option(text: str) -> Any:
-    """Returns an option that takes a whole number."""
-    return typer.Option(metavar="N", parser=whole_number, help=text)
+def number_option(text: str, panel: str | None = None) -> Any:
+    """Returns an option that takes a whole number, which the help lists in a panel."""
+    return typer.Option(metavar="N", parser=whole_number, help=text, rich_help_panel=panel)
 
 
 def _request(
@@ -357,12 +370,20 @@ def _request(
         ),
     ],
     plan: Annotated[str | None, typer.Option(metavar="FILE", help="plan as YAML; flags win over it")] = None,
-    train: Annotated[bool | None, typer.Option("--train/--eval", help="mode to capture (default: train)")] = None,
-    batch: Annotated[int | None, number_option("samples of an hf: example, for each data rank (default: 3)")] = None,
-    seq: Annotated[int | None, number_option("tokens a sample of an hf: example (default: 16)")] = None,
+    train: Annotated[
+        bool | None, typer.Option("--train/--eval", rich_help_panel=_MODEL, help="mode to capture (default: train)")
+    ] = None,
+    batch: Annotated[
+        int | None, number_option("samples of an hf: example, for each data rank (default: 3)", _MODEL)
+    ] = None,
+    seq: Annotated[int | None, number_option("tokens a sample of an hf: example (default: 16)", _MODEL)] = None,
     cache: Annotated[
         bool,
-        typer.Option("--cache/--no-cache", help="take an equal trace of an earlier command from disk, or leave one"),
+        typer.Option(
+            "--cache/--no-cache",
+            rich_help_panel=_MODEL,
+            help="take an equal trace of an earlier command from disk, or leave one",
+        ),
     ] = True,
     **options: Any,
 ) -> Request:
@@ -396,8 +417,8 @@ Passes = Annotated[
 ]
 
 
-def command(app: typer.Typer, body: Callable[..., CommandResult]) -> None:
-    """Makes a function a command of its name.
+def command(app: typer.Typer, body: Callable[..., CommandResult], panel: str) -> None:
+    """Makes a function a command of its name, which the help lists in this panel.
 
     The function takes a `Ui`. For a parameter that is a `Request` the command has the options of `_request`, for
     another record one for each field of that. Further parameters are options as they are. The command has `--json` too,
@@ -426,7 +447,7 @@ def command(app: typer.Typer, body: Callable[..., CommandResult]) -> None:
     signature = inspect.Signature([*parameters, flag])
     vars(run)["__signature__"] = signature
     run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-    app.command(body.__name__)(run)
+    app.command(body.__name__, rich_help_panel=panel)(run)
 
 
 def _record_options(kind: Any) -> tuple[list[inspect.Parameter], Callable[..., Any] | None]:

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 OfStage = Annotated[int | None, number_option("look at this stage of a pipeline alone, counted from 0")]
 
 
+def example_sizes(program: Program) -> dict[str, int]:
+    """Returns the sizes of the example by symbol, of all ranks together."""
+    return {symbol.name: symbol.example * symbol.multiple for symbol in program.symbols}
+
+
 def is_pipeline(program: Program) -> bool:
     """Returns whether the program is, or will be, cut into stages: it is neither a step nor one of them."""
     from fxpar.ir.stages import is_one_stage
