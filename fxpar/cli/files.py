@@ -34,6 +34,7 @@ from fxpar.cli.models import (
     is_any_young,
     is_built,
     load_model,
+    rows_of,
     trace_key,
     user_code,
 )
@@ -46,6 +47,7 @@ from fxpar.ir.step import RNG_PATH, output_of
 from fxpar.layout.symbolic_sizes import evaluate
 from fxpar.manager import Pass, PassManager, without_collections
 from fxpar.ops.small_operators import function
+from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import VERSION, print_program
 from fxpar.text.stored_traces import find_trace, store_trace, traces_folder
@@ -293,12 +295,28 @@ def open_model(ui: Ui, request: Request) -> LoadedModel:
         )
     with ui.working(f"loading {request.model}"):
         rows, ranks = request.batch, request.plan.data_ranks
-        if ranks > 1 and is_built(request.model):
+        if ranks > 1 and (rows is not None or is_built(request.model)):
             rows = (SAMPLES if rows is None else rows) * ranks
         loaded = load_model(request.model, rows, request.seq, request.plan.seed, request.train)
         check_samples(loaded.batch)
+        _check_rows(loaded, request.plan)
         cast_parameters(loaded.model, request.plan)
         return loaded
+
+
+def _check_rows(loaded: LoadedModel, plan: Plan) -> None:
+    """Refuses an example whose rows data ranks cannot share out, before it is traced.
+
+    Raises:
+        InputError: says how many rows there are; where the plan says which dimension they are, the trace knows.
+    """
+    rows, ranks = rows_of(loaded.batch), plan.data_ranks
+    if rows is not None and rows % ranks and not plan.batch_dims:
+        raise InputError(
+            f"its example has {rows} rows, which {ranks} data ranks (dp={plan.dp}) cannot share out",
+            where=loaded.name,
+            remedy=f"give --batch {max(2, -(-rows // ranks))} (rows for each data rank), or change its function",
+        )
 
 
 def read_text(path: Path) -> Program:

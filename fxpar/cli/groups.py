@@ -229,6 +229,8 @@ def groups(
     picture: Annotated[str | None, typer.Option("--svg", metavar="FILE", help="draw the grid into this file")] = None,
 ) -> CommandResult:
     """Prints which ranks communicate with which, in the dense and in the expert part of a model."""
+    if mesh.sizes["cp"] > 1:
+        ui.warn("cp is not supported yet: no other command and no plan takes more than cp=1")
     names: dict[str, list[str]] = {part: list(always) for part, always in _ALWAYS.items()}
     names[DENSE] += [name for factors in mesh.factors.values() for name, _ in factors]
     for name in group or ():

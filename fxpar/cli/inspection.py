@@ -19,7 +19,7 @@ from rich.text import Text
 
 from fxpar.cli.output import FAILED, FINE, CommandResult, Ui, amount, print_table, table, time_text, write_text
 from fxpar.cli.plan_flags import Request, whole_number
-from fxpar.cli.program_commands import OfStage, check_stage, example_sizes, steps, warn_unsplit
+from fxpar.cli.program_commands import OfStage, check_stage, example_sizes, steps, warn_empty, warn_unsplit
 from fxpar.errors import InputError
 from fxpar.ir.properties import Property
 from fxpar.text.tables import span, span_of_names
@@ -179,6 +179,7 @@ def comm(
     at = _sizes_text(stages[0][1], sizes)
     if len(stages) == 1:
         warn_unsplit(ui, stages[0][1])
+    warn_empty(ui, whole)
     microbatches = start.program.plan.microbatches
     document = {
         "collectives": [
@@ -531,6 +532,7 @@ def _figures(
     sizes = sizes_of(start.program, size)
     findings = compared(ui, start) if checked else ()
     program, _ = run_passes(ui, start, DEFAULT_PASSES)
+    warn_empty(ui, program)
     with ui.working(f"counting {request.model}"), without_collections():
         # Nothing is sent: the groups have names alone.
         world = {name: prod(program.axes[axis] for axis in name.split("-")) for name in joined_names(program.axes)}

@@ -24,6 +24,7 @@ from fxpar.cli.plan_flags import command
 from fxpar.cli.program_commands import passes, run, trace
 from fxpar.cli.schedule import schedule
 from fxpar.cli.verify_commands import bisect, verify
+from fxpar.mesh.axes import PURPOSES
 
 _HELP = "Splits a single-device PyTorch transformer over the ranks of a cluster, and proves it right."
 # In the order in which the help lists them.
@@ -148,6 +149,9 @@ def _usage(error: Exception, json: bool) -> int:
         return BAD_INPUT  # no command: typer has printed the help
     reason = reason[0].lower() + reason[1:]
     remedy = f"see '{path} --help'"
+    if (name := getattr(error, "option_name", "")) in {f"--{axis}" for axis in PURPOSES}:
+        reason = f"has no {name}, which says nothing of it"  # and options of nearly that name are of other axes
+        remedy = f"leave it out, or {remedy}"
     if json:
         print_json(
             {"ok": False, "error": {"kind": "UsageError", "where": path, "reason": reason, "remedy": remedy}},

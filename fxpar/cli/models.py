@@ -24,6 +24,7 @@ from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxpar.cli.hf_models import OWN, REFUSALS, first_line, make_example, small_config
@@ -90,7 +91,7 @@ def load_model(spec: str, batch: int | None, seq: int | None, seed: int, train: 
 
     Args:
         spec: `hf:TYPE[,key=value…]`, `module:function` or `file.py:function`.
-        batch: samples of the example of an `hf:` model; None for 3.
+        batch: samples of the example; None for 3 of an `hf:` model, and for those of a function's example.
         seq: tokens a sample; None for 16.
         seed: of random weights and the example.
         train: training mode, else evaluation.
@@ -103,11 +104,9 @@ def load_model(spec: str, batch: int | None, seq: int | None, seed: int, train: 
 
         built = build(spec.removeprefix("hf:"), batch, seq, seed)
         return LoadedModel(built.model.train(train), built.batch, built.loss, spec)
-    if batch is not None or seq is not None:
+    if seq is not None:
         raise InputError(
-            "--batch and --seq size the example of hf: models only",
-            where=spec,
-            remedy="change the function that makes the batch",
+            "--seq sizes the example of hf: models only", where=spec, remedy="change the function that makes the batch"
         )
     function = load_attribute(spec)
     if not callable(function):
@@ -128,7 +127,37 @@ def load_model(spec: str, batch: int | None, seq: int | None, seed: int, train: 
             where=spec,
             remedy="return a callable (outputs, batch)",
         )
-    return LoadedModel(result[0].train(train), result[1], loss, spec)
+    example = result[1] if batch is None else with_rows(result[1], batch, spec)
+    return LoadedModel(result[0].train(train), example, loss, spec)
+
+
+def rows_of(example: Any) -> int | None:
+    """Returns how many rows all tensors of an example have in their first dimension; None where they differ."""
+    rows = {value.shape[0] for value in pytree.tree_leaves(example) if isinstance(value, Tensor) and value.dim()}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def with_rows(example: Any, rows: int, where: str) -> Any:
+    """Returns an example of another number of rows: the first ones, or all of them again and again.
+
+    Raises:
+        InputError: its tensors have other numbers of rows each, so that it is not known which dimension they are.
+    """
+    had = rows_of(example)
+    if had is None:
+        raise InputError(
+            "the tensors of the example differ in their first dimension, so that --batch says nothing of them",
+            where=where,
+            remedy="change the function that makes the batch",
+        )
+    if rows < 1:
+        raise InputError(f"{rows} is too small", where=f"{where} --batch", remedy="give at least 2")
+    chosen = torch.arange(rows) % had
+
+    def resized(value: Tensor) -> Tensor:
+        return value.index_select(0, chosen.to(value.device)) if value.dim() else value
+
+    return pytree.tree_map_only(Tensor, resized, example)
 
 
 def load_attribute(spec: str) -> Any:

@@ -374,7 +374,7 @@ def _request(
         bool | None, typer.Option("--train/--eval", rich_help_panel=_MODEL, help="mode to capture (default: train)")
     ] = None,
     batch: Annotated[
-        int | None, number_option("samples of an hf: example, for each data rank (default: 3)", _MODEL)
+        int | None, number_option("samples of the example, for each data rank (default: 3 of an hf: model)", _MODEL)
     ] = None,
     seq: Annotated[int | None, number_option("tokens a sample of an hf: example (default: 16)", _MODEL)] = None,
     cache: Annotated[

@@ -109,6 +109,19 @@ def steps(ui: Ui, start: Start, of_stage: int | None) -> tuple[Program, list[tup
     return program, stage_steps
 
 
+def warn_empty(ui: Ui, program: Program) -> None:
+    """Warns of stages that multiply no matrices, whose ranks wait for the others."""
+    from fxpar.cost.stage_cut_points import stage_shares
+
+    if Property.STAGES not in program.properties or not is_pipeline(program):
+        return
+    shares = stage_shares(program)
+    empty = [share.stage for share in shares if not share.flops]
+    if empty and len(empty) < len(shares):
+        names = ", ".join(map(str, empty))
+        ui.warn(f"no matrix product in stage {names} of {len(shares)}; give a smaller --pp, or other --stages")
+
+
 def run_stage(
     ui: Ui,
     start: Start,
@@ -295,6 +308,7 @@ def run(
     else:
         program, texts = run_stage(ui, start, chosen, of_stage, step=step, until=until, folder=folder, wanted=printed)
     share = warn_unsplit(ui, program)
+    warn_empty(ui, program)
     document: dict[str, Any] = {
         "passes": [vars(record) for record in program.history],
         "nodes": len(program.graph.nodes),

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxpar.errors import PlanError, RankError
+from fxpar.errors import FxparError, PlanError, RankError
 from fxpar.mesh.axes import PURPOSES, Cuts, joined_names
 from fxpar.mesh.mesh import Mesh
 from fxpar.ops.process_group import (
@@ -99,9 +101,24 @@ def connect(seconds: float) -> Agreement:
         PlanError: there are more ranks than GPUs on a machine that has some.
         RankError: not all processes came in time.
     """
-    if not dist.is_initialized() and "WORLD_SIZE" in os.environ and "RANK" in os.environ:
-        _initialise(seconds)
+    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+        _say_errors_first()
+        if not dist.is_initialized():
+            _initialise(seconds)
     return connected(seconds)
+
+
+@cache
+def _say_errors_first() -> None:
+    """Has what ends a process of a launcher begin with the line that says what to do, in front of the traceback."""
+    former = sys.excepthook
+
+    def say(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if isinstance(error, FxparError):
+            print(f"error: {error}", file=sys.stderr, flush=True)  # torch writes the rank in front
+        former(kind, error, traceback)
+
+    sys.excepthook = say
 
 
 def join(plan: Plan, agreement: Agreement) -> World:
