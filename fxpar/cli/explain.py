@@ -289,7 +289,8 @@ def _named(program: Program, name: str) -> list[fx.Node]:
     if not matches:
         known = [*(node.name for node in nodes), *(part for p in program.parameters for part in (p.fqn, *p.tied))]
         known += [note(node).fqn for node in nodes]
-        near = difflib.get_close_matches(name.removeprefix("%"), sorted({*known} - {""}), 3)
+        near = [part for part in dict.fromkeys(known) if part.endswith(f".{name}")][:3]
+        near = near or difflib.get_close_matches(name.removeprefix("%"), sorted({*known} - {""}), 3)
         remedy = f"did you mean {' or '.join(near)}? " if near else ""
         raise InputError(
             "names no node, parameter or module of the program",

@@ -149,7 +149,8 @@ def _usage(error: Exception, json: bool) -> int:
         return BAD_INPUT  # no command: typer has printed the help
     reason = reason[0].lower() + reason[1:]
     remedy = f"see '{path} --help'"
-    if (name := getattr(error, "option_name", "")) in {f"--{axis}" for axis in PURPOSES}:
+    name = getattr(error, "option_name", "")
+    if reason.startswith("no such option") and name in {f"--{axis}" for axis in PURPOSES}:
         reason = f"has no {name}, which says nothing of it"  # and options of nearly that name are of other axes
         remedy = f"leave it out, or {remedy}"
     if json:

@@ -172,7 +172,9 @@ def load_attribute(spec: str) -> Any:
     with user_code(place):
         module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     if not hasattr(module, name):
-        raise InputError(f"the module has no {name}", where=spec, remedy="name a function of the module")
+        near = difflib.get_close_matches(name, [*vars(module)], 1)
+        remedy = f"did you mean {near[0]}? " if near else ""
+        raise InputError(f"the module has no {name}", where=spec, remedy=f"{remedy}name a function of the module")
     return getattr(module, name)
 
 

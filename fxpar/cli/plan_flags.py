@@ -417,7 +417,7 @@ Passes = Annotated[
 ]
 
 
-def command(app: typer.Typer, body: Callable[..., CommandResult], panel: str) -> None:
+def command(app: typer.Typer, body: Callable[..., CommandResult], panel: str | None = None) -> None:
     """Makes a function a command of its name, which the help lists in this panel.
 
     The function takes a `Ui`. For a parameter that is a `Request` the command has the options of `_request`, for

@@ -236,7 +236,7 @@ def passes(ui: Ui, passes: Passes = None) -> CommandResult:
     document = [_contract(item) for item in (*load_passes(passes), *STEP_PASSES)]
 
     def show(stdout: Console) -> None:
-        listing = table("name", "contract", "summary", whole=("name",))
+        listing = table("name", "contract", "summary", whole=("name", "contract"))
         for entry in document:
             lines = [f"{key} {', '.join(entry[key])}" for key in ("requires", "provides", "invalidates") if entry[key]]
             lines.append(f"preserves {entry['preserves']}")

@@ -36,7 +36,7 @@ CASES = {
     ),
     "function raises": ("trace {small}:raises", "ValueError at fxpar_small_model.py:"),
     "syntax error": ("trace {tmp}/syntax.py:build", "SyntaxError"),
-    "batch of a function": ("trace {small}:build --batch 4", "size the example of hf: models only"),
+    "length of a function": ("trace {small}:build --seq 4", "--seq sizes the example of hf: models only"),
     "level": (f"verify {TINY} --level deep", "--level deep: is unknown; choose one of static, values"),
     "tp of zero": (f"trace {TINY} --tp 0", "tp must be an integer from 1 to 4096, got 0"),
     "negative seed": (f"trace {TINY} --seed -1", "seed must be an integer in"),

@@ -204,7 +204,7 @@ def test_comm_prints_totals_by_phase(dump: Path) -> None:
 
 def test_comm_of_one_rank_is_empty(small: str) -> None:
     result = fxpar("comm", f"{small}:build", "--json")
-    assert result.document == {"collectives": [], "totals": {}}
+    assert result.document == {"collectives": [], "sends": [], "totals": {}, "microbatches": 1}
     assert result.err == ""
 
 
