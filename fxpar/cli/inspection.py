@@ -234,7 +234,7 @@ def _alike_stages(
     """Joins stages in a row whose tables differ in names alone to one, with the numbers of the stages as a text."""
     groups: list[list[tuple[int | None, Program, Sequence[Travel]]]] = []
     for entry in stages:
-        if groups and _figures_of(groups[-1][0][2]) == _figures_of(entry[2]) and entry[2]:
+        if groups and _figures_of(groups[-1][0][2]) == _figures_of(entry[2]):
             groups[-1].append(entry)
         else:
             groups.append([entry])
