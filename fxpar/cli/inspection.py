@@ -238,11 +238,11 @@ def _alike_stages(
             groups[-1].append(entry)
         else:
             groups.append([entry])
-    labels = [None if group[0][0] is None else [stage for stage, _, _ in group] for group in groups]
-    return [
-        (None if numbers is None else span("stage", numbers), *group[0][1:])
-        for numbers, group in zip(labels, groups, strict=True)
-    ]
+    joined: list[tuple[str | None, Program, Sequence[Travel]]] = []
+    for group in groups:
+        numbers = [stage for stage, _, _ in group if stage is not None]
+        joined.append((span("stage", numbers) if numbers else None, *group[0][1:]))
+    return joined
 
 
 def sizes_of(program: Program, options: Sequence[str]) -> dict[str, int]:

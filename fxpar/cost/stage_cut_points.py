@@ -384,14 +384,14 @@ def sends(program: Program, sizes: Mapping[str, int] | None = None) -> list[Send
         sizes: of the inputs by symbol; the example's where they are not given.
     """
     cost = program.plan.cost.on(["pp"])
-    made = []
+    everything = []
     for share in stage_shares(program, sizes):
         for one in share.received:
             seconds = cost.latency + one.bytes / cost.bandwidth
-            made.append(Send(share.stage - 1, share.stage, one.value, "forward", one.bytes, seconds))
+            everything.append(Send(share.stage - 1, share.stage, one.value, "forward", one.bytes, seconds))
             if one.returns:
-                made.append(Send(share.stage, share.stage - 1, one.value, "backward", one.bytes, seconds))
-    return sorted(made, key=lambda one: (one.stage, one.phase != "forward"))
+                everything.append(Send(share.stage, share.stage - 1, one.value, "backward", one.bytes, seconds))
+    return sorted(everything, key=lambda one: (one.stage, one.phase != "forward"))
 
 
 def in_flight(ranks: int, virtual: int, rank: int) -> tuple[int, ...]:
