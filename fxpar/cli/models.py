@@ -432,7 +432,7 @@ def _watched() -> list[OpenedFiles]:
 
 
 def trace_key(loaded: LoadedModel, plan: Plan, opened: OpenedFiles) -> str | None:
-    """Returns the key of a model's trace; None where a file changed while this process ran.
+    """Returns the key of a model's trace; None where there is no sound one, as a file changed while this process ran.
 
     Args:
         loaded: the model, in the plan's precision.
@@ -449,8 +449,11 @@ def trace_key(loaded: LoadedModel, plan: Plan, opened: OpenedFiles) -> str | Non
     digest = hashlib.sha256()
     for part in (versions, sorted(environment.items()), sorted(files.items()), loaded.name, plan.to_yaml()):
         digest.update(repr(part).encode())
-    for line in _described((loaded.model, loaded.batch, loaded.loss), {}):
-        digest.update(line.encode() + b"\n")
+    try:
+        for line in _described((loaded.model, loaded.batch, loaded.loss), {}):
+            digest.update(line.encode() + b"\n")
+    except RecursionError:  # attributes in attributes
+        return None
     return digest.hexdigest()
 
 

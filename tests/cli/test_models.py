@@ -185,5 +185,5 @@ def test_a_module_is_found_on_the_path(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_model_of_ones_own_has_its_own_sizes(small: str) -> None:
-    with pytest.raises(InputError, match="size the example of hf: models only"):
-        load(f"{small}:build", batch=4)
+    with pytest.raises(InputError, match="--seq sizes the example of hf: models only"):
+        load(f"{small}:build", seq=4)
