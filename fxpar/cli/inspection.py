@@ -405,17 +405,34 @@ def _show_regions(
 
     numbers = ("nodes", "inputs", "outputs", "bytes in", "bytes out")
     rows = table("region", "phase", *numbers, "from", "to", right=numbers)
-    for i, region in enumerate(all_regions, 1):
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for i, region in enumerate(all_regions):
         counts = (len(region.nodes), len(region.inputs), len(region.outputs))
         sums = (amount(sum(region.inputs.values())), amount(sum(region.outputs.values())))
-        ends = (f"%{region.nodes[0]}", f"%{region.nodes[-1]}")
-        rows.add_row(str(i), region.phase, *map(str, counts), *sums, *ends)
+        ends = (_without_numbers(region.nodes[0]), _without_numbers(region.nodes[-1]))
+        alike.setdefault((region.phase, *map(str, counts), *sums, *ends), []).append(i)
+    for (*shown, _, _), numbered in alike.items():
+        first = all_regions[numbered[0]]
+        rows.add_row(_numbers_text([i + 1 for i in numbered]), *shown, f"%{first.nodes[0]}", f"%{first.nodes[-1]}")
     print_table(stdout, f"{name}: what CUDA graphs hold of a step at {at}", rows)
+    reasons: dict[tuple[str, ...], list[str]] = {}
     for boundary in boundaries:
         place = describe(program.node(boundary.node))
-        stdout.print(Text(f"{boundary.phase}: {place} {boundary.reason}", style="yellow"), soft_wrap=True)
+        kind = _without_numbers(re.sub(r"_\d+(?= |$)", "", place))  # the first of several nodes may have no number
+        reasons.setdefault((boundary.phase, boundary.reason, kind), []).append(place)
+    for (phase, reason, _), places in reasons.items():
+        more = f" and {len(places) - 1} like it" if len(places) > 1 else ""
+        stdout.print(Text(f"{phase}: {places[0]}{more} {reason}", style="yellow"), soft_wrap=True)
     if not boundaries:
         stdout.print("nothing ends a graph")
+
+
+def _numbers_text(numbers: Sequence[int]) -> str:
+    """Returns `2–6, each` of neighbours, and otherwise the first, the second and the last."""
+    if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{span('', numbers)}, each"
+    few_numbers = [str(n) for n in numbers]
+    return ", ".join(few_numbers if len(numbers) < 4 else [*few_numbers[:2], f"… {few_numbers[-1]}"])
 
 
 def memory(

@@ -98,6 +98,14 @@ def test_equal_layers_are_listed_once() -> None:
     assert text.count("backward, model.layers") == 1
 
 
+def test_equal_regions_and_what_ends_them_are_listed_once() -> None:
+    words = ("hf:mixtral,num_hidden_layers=4,num_local_experts=2", "--dp", "2", "--ep", "2", "--etp", "1")
+    text = fxpar("regions", *words, "--dispatch", "dropless").out
+    assert "\n2–4, each" in text
+    assert "\nforward: %send_rows (model.layers.0.mlp.experts, " in text
+    assert len(re.findall("%send_rows.* and 3 like it sends as many rows", text)) == 2
+
+
 def test_microbatches_count_a_whole_step() -> None:
     words = ("comm", "hf:gpt2,n_layer=1", "--tp", "2", "--dp", "2", "--json")
     one, three = (fxpar(*words, "--microbatches", str(n)).document["totals"] for n in (1, 3))
