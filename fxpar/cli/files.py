@@ -238,26 +238,29 @@ def open_start(ui: Ui, request: Request, *, needs_values: bool = False) -> Start
     with without_collections():
         with opened:
             loaded = open_model(ui, request)
-        key = trace_key(loaded, request.plan, opened) if request.cache else None
-        stored = find_trace(traces_folder(), key) if key and not (needs_values and loaded.has_memory) else None
+        folder = traces_folder() if request.cache else None
+        key = trace_key(loaded, request.plan, opened) if folder is not None else None
+        stored = None
+        if folder is not None and key is not None and not (needs_values and loaded.has_memory):
+            stored = find_trace(folder, key)
         if stored is not None:
-            program = stored.program(str(traces_folder()))
+            program = stored.program(str(folder))
             return Start(program, request.model, loaded=loaded, how=stored.how, unwalked=stored.unwalked)
         with opened, ui.working(f"capturing {request.model}"):
             captured = capture_differentiable(loaded.model, loaded.batch, request.plan, loaded.loss)
-        if key is not None:
-            _store(ui, key, captured, opened)
+        if folder is not None and key is not None:
+            _store(ui, folder, key, captured, opened)
     return Start(captured.program, request.model, captured, loaded, how=captured.how, unwalked=captured.unwalked)
 
 
-def _store(ui: Ui, key: str, captured: Captured, opened: OpenedFiles) -> None:
+def _store(ui: Ui, folder: Path, key: str, captured: Captured, opened: OpenedFiles) -> None:
     """Leaves a trace on disk, with the files that were read since the process began."""
     files = file_states(opened)
     if is_any_young(files):
         return
-    refusal = store_trace(traces_folder(), key, captured.program, captured.how, captured.unwalked, files)
+    refusal = store_trace(folder, key, captured.program, captured.how, captured.unwalked, files)
     if refusal:
-        ui.warn(f"{traces_folder()}: the trace cannot be left here: {refusal}; give --no-cache, or set XDG_CACHE_HOME")
+        ui.warn(f"{folder}: the trace cannot be left here: {refusal}; give --no-cache, or set XDG_CACHE_HOME")
 
 
 def compared(ui: Ui, start: Start) -> tuple[str, ...]:

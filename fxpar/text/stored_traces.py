@@ -50,10 +50,12 @@ class StoredTrace:
         return parse_program(self.text, where=where)
 
 
-def traces_folder() -> Path:
-    """Returns the folder of all entries, which need not be there yet."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "fxpar" / "traces"
+def traces_folder() -> Path | None:
+    """Returns the folder of all entries, which need not be there yet; None for a user without a home."""
+    base, home = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~")
+    if os.path.isabs(base):
+        return Path(base) / "fxpar" / "traces"
+    return Path(home) / ".cache" / "fxpar" / "traces" if os.path.isabs(home) else None
 
 
 def state_of(path: str, *, is_installed: bool) -> str:

@@ -13,7 +13,7 @@ import pytest
 from fxpar.cli import files, models
 from fxpar.compile import capture_differentiable
 from fxpar.text.parsing import parse_program
-from fxpar.text.stored_traces import MOST_ENTRIES, find_trace, state_of, store_trace
+from fxpar.text.stored_traces import MOST_ENTRIES, find_trace, state_of, store_trace, traces_folder
 from tests.captures import captured_each_time
 from tests.cli.tool import TINY, Result, fxpar
 
@@ -194,6 +194,17 @@ def test_a_folder_that_cannot_be_written_is_a_warning(folder: Path, monkeypatch:
     assert call(folder, "--no-cache").err == ""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "other"))
     assert call(folder).err == ""
+
+
+def test_a_user_without_a_home_has_no_traces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert traces_folder() is None
+    assert call(folder).err == ""
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(folder))
+    assert traces_folder() == folder / ".cache" / "fxpar" / "traces"
 
 
 def test_two_writers_and_a_reader_see_whole_entries(tmp_path: Path) -> None:
