@@ -136,6 +136,13 @@ class Trainer(transformers.Trainer):
     rank, so that one process with that many times the data ranks computes the same. Ranks of other axes read the rows
     of their data rank. In evaluation each rank reads all rows, and computes those of its data rank.
 
+    Example:
+        ```python
+        args = transformers.TrainingArguments("out", max_steps=2, per_device_train_batch_size=4)
+        trainer = fxpar.Trainer(language_model, args, train_dataset=rows, plan=fxpar.Plan())
+        trainer.train()
+        ```
+
     Args:
         model: the author's, on the CPU or the meta device; it is split when the Trainer is made.
         args: as of transformers.

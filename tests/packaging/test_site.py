@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import typer
 import yaml
 from torch import nn
@@ -87,8 +88,11 @@ class Words(nn.Module):
         super().__init__()
         self.table, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
 
-    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"logits": self.head(self.table(input_ids))}
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.head(self.table(input_ids))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
 class Regression(nn.Module):
@@ -113,11 +117,12 @@ def test_examples_of_docstrings_run(name: str, tmp_path: Path, monkeypatch: pyte
     batch, plain = (torch.randn(4, 6),), Regression()
     scope: dict[str, Any] = {"fxpar": fxpar, "torch": torch, "batch": batch, "loader": [batch, batch]}
     scope |= {"dataset": torch.randn(20, 6), "model": plain}
-    if name not in ("parallelize", "materialize"):
+    if name not in ("parallelize", "materialize", "Trainer"):
         scope["model"] = fxpar.parallelize(plain, fxpar.Plan(), example=batch)
         scope["optimizer"] = fxpar.Optimizer(scope["model"], "adamw", lr=1e-3)
-    if name in ("perplexity", "cloze_accuracy"):
-        scope["language_model"] = Words().eval()
+    if name in ("perplexity", "cloze_accuracy", "Trainer"):
+        scope["language_model"] = Words().train(name == "Trainer")
+        scope |= {"rows": [{"input_ids": torch.arange(6), "labels": torch.arange(6)}] * 8, "transformers": transformers}
     if name == "PassManager":
         case = CASES["gpt2"]
         scope["captured"] = capture(case.model(), case.example(), case.plan(1)).program
