@@ -52,6 +52,10 @@ Device = Annotated[
         "plan's cost describes, which is a GPU by itself)",
     ),
 ]
+Memory = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="memory of a rank, such as 80GiB; exit status 1 where the peak is beyond it"),
+]
 _DEVICES = ("cpu", "cuda")
 _MEMORY = (
     *("name", "plan", "sizes", "optimizer", "device"),
@@ -442,10 +446,7 @@ def memory(
     optimizer: Optimizer = "adamw",
     device: Device = None,
     of_stage: OfStage = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="memory of a rank, such as 80GiB; exit status 1 where the peak is beyond it"),
-    ] = None,
+    memory: Memory = None,
 ) -> CommandResult:
     """Counts the memory of a rank: parameters, gradients, optimizer, activations and the peak of a training step.
 
@@ -493,9 +494,12 @@ def report(
     optimizer: Optimizer = "adamw",
     device: Device = None,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="write the report as one HTML file too")] = None,
+    memory: Memory = None,
 ) -> CommandResult:
-    """Reports on a split model: passes, collectives, memory a rank, and what is not split and why."""
-    figures = _figures(ui, request, size or [], optimizer, device, checked=True)
+    """Reports on a split model: whether it fits, how fast it is, what is split how, and what all of it costs."""
+    limit = None if memory is None else _bytes_of(memory)
+    figures = _figures(ui, request, size or [], optimizer, device, checked=True, limit=limit)
+    fits = limit is None or figures.verdict is None or figures.verdict.fits
     if html is not None:
         from fxpar.cost.html import as_html
 
@@ -507,7 +511,7 @@ def report(
             stdout.print(f"\nwritten to {html}", soft_wrap=True)
 
     document: dict[str, Any] = {**figures.to_dict(), "html": html}
-    return CommandResult(document, show)
+    return CommandResult(document, show, FINE if fits else FAILED)
 
 
 def _figures(
@@ -519,11 +523,13 @@ def _figures(
     *,
     checked: bool = False,
     of_stage: int | None = None,
+    limit: int | None = None,
 ) -> Report:
     """Returns the report of a model or text after all passes; nothing of it is run.
 
     Args:
         checked: whether the captured model is compared with the author's before.
+        limit: bytes of a rank's memory; those of the plan's machine by default.
     """
     from functools import partial
     from math import prod
@@ -532,12 +538,13 @@ def _figures(
 
     from fxpar.cli.files import compared, open_start, run_passes
     from fxpar.compile import lower_program
-    from fxpar.cost import make_report
+    from fxpar.cost import Assumed, make_report
     from fxpar.cost.measure import stand_in
     from fxpar.manager import without_collections
     from fxpar.mesh.axes import joined_names
     from fxpar.ops.process_group import Group
     from fxpar.passes import DEFAULT_PASSES, counted_steps
+    from fxpar.pipeline.compiler.partition import run_pipeline
 
     if device not in (None, *_DEVICES):
         raise InputError("is unknown", where=f"--device {device}", remedy=f"choose one of {', '.join(_DEVICES)}")
@@ -563,4 +570,5 @@ def _figures(
             sizes=sizes,
             optimizer=optimizer,
             findings=findings,
+            assumed=Assumed(None if of_stage is not None else start.program, limit, run_pipeline),
         )

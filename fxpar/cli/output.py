@@ -23,6 +23,7 @@ from fxpar.errors import CheckFailed, FxparError, InputError, LayoutError
 from fxpar.text.tables import FittedTable
 from fxpar.text.tables import amount as amount
 from fxpar.text.tables import table as table
+from fxpar.text.tables import time_text as time_text
 
 FINE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -174,8 +175,3 @@ def print_table(out: Console, title: str, rows: FittedTable) -> None:
 def print_text(out: Console, text: str) -> None:
     """Prints a program's text, one line a node however long."""
     out.file.write(text)
-
-
-def time_text(seconds: float) -> str:
-    """Returns `10.1 µs` or `2.50 ms`."""
-    return f"{1e6 * seconds:.1f} µs" if seconds < 1e-3 else f"{1e3 * seconds:.2f} ms"

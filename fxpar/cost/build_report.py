@@ -23,13 +23,14 @@ from fxpar.cost.figures import (
     RANK_PARTS,
     ModelSize,
     ModuleMemory,
+    ParameterCut,
     PassLine,
     RankMemory,
     Report,
     StageLine,
     Traffic,
 )
-from fxpar.cost.flops import split_flops
+from fxpar.cost.flops import matmul_flops, split_flops
 from fxpar.cost.measure import Measured, Measurer, SavedStorage
 from fxpar.cost.parameter_memory import (
     OptimizerKind,
@@ -41,18 +42,24 @@ from fxpar.cost.parameter_memory import (
     optimizer_kind,
 )
 from fxpar.cost.reasons import remarks, whole_matrices, without_rule
+from fxpar.cost.seconds import step_times
 from fxpar.cost.stage_cut_points import in_flight, stage_shares
+from fxpar.cost.verdict import CountedStep, RunPipeline, machine_of, stored_seconds, verdict_notes, verdict_of
+from fxpar.cost.work import work_of
 from fxpar.errors import CheckFailed, InputError, shown
-from fxpar.ir.program import Parameter, Program, note, operands, output_types
+from fxpar.ir.program import Parameter, Program, TensorType, note, operands, output_layouts, output_types
+from fxpar.ir.properties import Property
 from fxpar.ir.regions import inlined
 from fxpar.ir.stages import received_name
 from fxpar.ir.step import RNG_PATH, held_type
 from fxpar.ir.symbols import balanced, in_groups_of
+from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import Size, evaluate, names, parse_size, product, simplify, symbol
 from fxpar.mesh.axes import coordinates
 from fxpar.ops.lower import Lowered
 from fxpar.ops.operator import alike
 from fxpar.plan.plan import Plan
+from fxpar.text.printing import layout_text
 
 _TOTAL = "all"
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -68,6 +75,22 @@ class Activations:
     formulas: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class Assumed:
+    """What a verdict rests on besides the program.
+
+    Attributes:
+        captured: the program as its author wrote it, whose tokens and FLOPs are those of a step; by default the program
+            itself.
+        memory: bytes of a rank; those of the machine of the plan's cost by default.
+        run_pipeline: runs a pipeline; without it no seconds of one are known.
+    """
+
+    captured: Program | None = None
+    memory: int | None = None
+    run_pipeline: RunPipeline | None = None
+
+
 def make_report(
     program: Program,
     steps: Iterable[tuple[Program, Program, Lowered]],
@@ -78,6 +101,7 @@ def make_report(
     optimizer: str = "adamw",
     findings: tuple[str, ...] = (),
     reach: Reach | None = None,
+    assumed: Assumed = Assumed(),
 ) -> Report:
     """Counts everything; nothing is allocated and nothing communicates.
 
@@ -90,6 +114,7 @@ def make_report(
         optimizer: as `optimizer_kind` takes it.
         findings: what was checked of the capture, as sentences.
         reach: which ranks can copy into each other's memory; None where they are not known.
+        assumed: what the verdict rests on besides.
 
     Raises:
         InputError: an unknown symbol or optimizer, a size that the ranks cannot share out, or an operator whose memory
@@ -110,9 +135,9 @@ def make_report(
         for program, trained, lowered in steps
     ]
     if len(reports) == 1:
-        return replace(reports[0], remarks=noted)
+        return _with_verdict(replace(reports[0], remarks=noted), program, assumed)
     lines = stage_lines(program, reports, all_sizes)
-    return replace(
+    report = replace(
         joined(reports, lines, program.plan),
         passes=_passes(program),
         size=replace(_model_size(program, share), rank_elements=most_elements(lines, program.plan)),
@@ -120,6 +145,32 @@ def make_report(
         without_rule=tuple(without_rule(program)) if program.axes else (),
         remarks=noted,
     )
+    return _with_verdict(report, program, assumed)
+
+
+def _with_verdict(report: Report, program: Program, assumed: Assumed) -> Report:
+    """Returns the report with what its steps come to on a machine."""
+    plan, of_text = program.plan, Property.STEP in program.properties
+    author = assumed.captured or program
+    volume = work_of(author).at(symbol_sizes(author, report.sizes))
+    lanes = len({line.rank for line in report.stages}) or 1
+    # The ranks of one place in the pipeline stand next to each other, and the first has as much as any.
+    firsts = report.ranks[:: len(report.ranks) // lanes]
+    moved = [rank.parameters + rank.gradients + rank.optimizer for rank in firsts]
+    trains = report.optimizer != "none"
+    verdict, run = verdict_of(
+        report.steps,
+        plan,
+        peaks=[rank.peak for rank in report.ranks],
+        optimizers=[size / plan.cost.memory if trains else 0.0 for size in moved],
+        volume=replace(volume, flops=0.0) if of_text else volume,
+        machine=machine_of(plan.cost, assumed.memory),
+        run_pipeline=assumed.run_pipeline,
+    )
+    products = [kind.dtype for node, _ in matmul_flops(program) for kind in output_types(node)]
+    wide = any(dtype.itemsize > 2 for dtype in products)
+    notes = verdict_notes(verdict, plan.cost, compiled=plan.compile, wide=wide)
+    return replace(report, verdict=verdict, run=run, caveats=tuple(notes))
 
 
 def _figures(
@@ -163,6 +214,8 @@ def _figures(
         tuple(without_rule(program)) if program.axes else (),
         (),
         copied_into=0 if reach is None else reach.bytes,
+        steps=(CountedStep(trained, step_times(trained, all_sizes), stored_seconds(program, all_sizes), step.live),),
+        cuts=_cuts(program),
     )
 
 
@@ -217,6 +270,19 @@ def check_countable(program: Program, sizes: Mapping[str, int]) -> None:
 
 
 # ---------------------------------------------------------------------- collectives
+
+
+def _cuts(program: Program) -> tuple[ParameterCut, ...]:
+    """Returns how the ranks hold each parameter."""
+    cuts = []
+    for parameter in _weights(program):
+        node = program.node(parameter.node)
+        layouts = output_layouts(node)
+        shape = local_shape(parameter.type.shape, layouts[0], program.axes) if layouts else parameter.type.shape
+        layout = layout_text(layouts[0], parameter.type.shape, program.axes) if layouts else "-"
+        held = TensorType(parameter.type.dtype, tuple(shape))
+        cuts.append(ParameterCut(parameter.fqn, str(parameter.type), layout, str(held)))
+    return tuple(cuts)
 
 
 def _check_counts(listed: Iterable[Collective], step: Measured) -> None:
@@ -420,6 +486,8 @@ def joined(reports: Sequence[Report], lines: Sequence[StageLine], plan: Plan) ->
         activations=_sum([report.activations for report in reports if report.ranks[0].activations]),
         inputs=max(report.inputs for report in reports),
         stages=tuple(lines),
+        steps=tuple(step for report in reports for step in report.steps),
+        cuts=tuple(dict.fromkeys(cut for report in reports for cut in report.cuts)),
     )
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, get_type_hints
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from fxpar.cost.stage_cut_points import Received
+from fxpar.cost.verdict import CountedStep, PipelineRun, Verdict, fit_text, speed_text, step_text
 from fxpar.text.tables import amount, few, table
 
 _WIDTH = 120
@@ -235,6 +236,16 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class ParameterCut:
+    """How the ranks hold a parameter: its type, its layout, and the type of what one of them has."""
+
+    parameter: Annotated[str, FigureColumn("parameter", right=False)]
+    type: Annotated[str, FigureColumn("type", right=False)]
+    layout: Annotated[str, FigureColumn("layout", right=False)]
+    local: Annotated[str, FigureColumn("on a rank", right=False)]
+
+
+@dataclass(frozen=True)
 class Whole:
     """A matrix that every rank holds whole: its bytes and the reason."""
 
@@ -342,6 +353,11 @@ class Report:
             on all stages.
         loads: of experts in the last step of a module that has taken one; empty where no rank holds other experts than
             another, and through a pipeline.
+        cuts: how the ranks hold each parameter.
+        verdict: whether a step fits, and how long it takes.
+        caveats: what its seconds rest on, and what they leave out.
+        steps: of each stage, or the one of the whole, for one microbatch; not part of `to_dict`, and nor is `run`.
+        run: when the ranks of a pipeline run what.
     """
 
     name: str
@@ -365,10 +381,20 @@ class Report:
     stages: tuple[StageLine, ...] = ()
     loads: tuple[ExpertLoad, ...] = ()
     copied_into: int = 0
+    cuts: tuple[ParameterCut, ...] = ()
+    verdict: Verdict | None = None
+    caveats: tuple[str, ...] = ()
+    steps: tuple[CountedStep, ...] = field(default=(), repr=False, compare=False)
+    run: PipelineRun | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain mappings, lists, numbers and texts."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        document = asdict(replace(self, steps=(), run=None))
+        if self.verdict is not None:
+            more = ("fits", "tokens_per_second", "rate", "mfu")
+            document["verdict"] |= {name: getattr(self.verdict, name) for name in more}
+        left = {key: value for key, value in document.items() if key not in ("steps", "run")}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in left.items()}
 
     def __rich__(self) -> Group:
         return as_group(all_sections(self))
@@ -383,22 +409,57 @@ class Report:
 
 
 def all_sections(report: Report) -> list[Section]:
-    """Returns the whole report; the first section is the summary."""
+    """Returns the whole report: the verdict, what is split how, and the rest."""
     notes = () if report.passes else ("The program was read from a text, which does not tell how it came about.",)
     return [
-        _summary(report),
+        *_verdict(report),
+        replace(_summary(report), title="plan") if report.verdict else _summary(report),
         *_stages(report),
-        listing("passes", columns(PassLine, "name seconds added erased changed"), report.passes, notes),
+        *_split(report),
+        *_not_split(report),
         _collectives(report),
         *_memory(report),
         *_loads(report),
-        *_not_split(report),
+        listing("passes", columns(PassLine, "name seconds added erased changed"), report.passes, notes),
     ]
 
 
 def memory_sections(report: Report) -> list[Section]:
     """Returns the summary, the stages of a pipeline, and memory by rank, by phase and by part of the model."""
     return [_summary(report), *_stages(report), *_memory(report)]
+
+
+def _verdict(report: Report) -> list[Section]:
+    verdict = report.verdict
+    if verdict is None:
+        return []
+    rows = (("memory", fit_text(verdict)), ("step", step_text(verdict)), ("speed", speed_text(verdict)))
+    return [Section(report.name, ("verdict", "is"), rows, notes=report.caveats)]
+
+
+def _split(report: Report) -> list[Section]:
+    """Returns how parameters are cut, equal ones of a run of layers once; nothing where no rank has less than all."""
+    cuts = [cut for cut in report.cuts if cut.local != cut.type]
+    if not cuts:
+        return []
+    groups: dict[ParameterCut, list[ParameterCut]] = {}
+    for cut in cuts:
+        groups.setdefault(replace(cut, parameter=_NUMBER.sub("#", cut.parameter)), []).append(cut)
+    rows = [replace(group[0], parameter=_numbered([cut.parameter for cut in group])) for group in groups.values()]
+    count = len(report.cuts) - len(cuts)
+    notes = (f"{count} more parameter{'s are' if count > 1 else ' is'} whole on every rank.",) if count else ()
+    return [listing("what is split", columns(ParameterCut, "parameter type layout local"), rows, notes)]
+
+
+def _numbered(names: Sequence[str]) -> str:
+    """Returns names that differ in their first number alone as one."""
+    if len(names) == 1:
+        return names[0]
+    first = _NUMBER.search(names[0])
+    last = _NUMBER.search(names[-1])
+    assert first is not None
+    assert last is not None
+    return f"{names[0][: first.start()]}{_span([first[0], last[0]]).removesuffix(', each')}{names[0][first.end() :]}"
 
 
 def _summary(report: Report) -> Section:

@@ -168,6 +168,7 @@ class Measured:
             and inputs; gradients included, which do not exist at the step's start.
         largest: the largest storage that is made, where and by which operator.
         collectives: how often, by name and bytes of the whole value.
+        live: of each operation in order its name, and the most bytes that are alive while it runs, counted as `peaks`.
     """
 
     saved: tuple[SavedStorage, ...]
@@ -175,6 +176,7 @@ class Measured:
     peaks: tuple[Moment, ...]
     largest: Moment
     collectives: Mapping[tuple[str, int], int]
+    live: tuple[tuple[str, int], ...] = ()
 
     @property
     def peak(self) -> Moment:
@@ -189,7 +191,11 @@ def stand_in(device: torch.device) -> torch.device:
 
 
 class Ledger(TorchDispatchMode):
-    """Counts live bytes and collectives of everything that runs under it; `own` are storages that do not count."""
+    """Counts live bytes and collectives of everything that runs under it; `own` are storages that do not count.
+
+    Attributes:
+        highest: the most bytes alive since `restart`.
+    """
 
     def __init__(self, storages: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -199,6 +205,7 @@ class Ledger(TorchDispatchMode):
         self.largest = Moment(0, "forward", "", "")
         self.collectives: Counter[tuple[str, int]] = Counter()
         self.sent = 0
+        self.highest = 0
         self._live = 0
         self._storages: dict[int, weakref.ref[Any]] = {}
 
@@ -212,6 +219,10 @@ class Ledger(TorchDispatchMode):
         for leaf in _tensors(out):
             self._enter(leaf.untyped_storage(), str(func))
         return out
+
+    def restart(self) -> None:
+        """Counts the `highest` from here on."""
+        self.highest = self._live
 
     def _send(self, func: Any, args: Any, out: Any) -> None:
         name = _NAMES.get(func._opname.removesuffix("_coalesced"))
@@ -242,6 +253,7 @@ class Ledger(TorchDispatchMode):
         # The reference dies with the last tensor in the storage, which is when its bytes are free.
         self._storages[key] = weakref.ref(storage, leave)
         self._live += size
+        self.highest = max(self.highest, self._live)
         known = self.peaks.get(self.phase)
         if known is None or self._live > known.bytes:
             self.peaks[self.phase] = Moment(self._live, self.phase, self.module, operator)
@@ -254,11 +266,13 @@ class _Walk(fx.Interpreter):
 
     Attributes:
         saved: what is there for the backward where the forward ends.
+        live: as in `Measured`.
     """
 
     def __init__(self, module: fx.GraphModule, ledger: Ledger, *, backward: bool) -> None:
         super().__init__(module)
         self.ledger, self.saved, self._backward = ledger, list[SavedStorage](), backward
+        self.live: list[tuple[str, int]] = []
         self._made: dict[int, tuple[weakref.ref[Any], str]] = {}
         self._gathered: dict[int, Any] = {}
         nodes = [node for node in module.graph.nodes if node.op == "call_function"]
@@ -276,8 +290,10 @@ class _Walk(fx.Interpreter):
             node_note = note(n)
             phase = RECOMPUTE if node_note.origin == RECOMPUTE and node_note.phase else phase_of(n) or "forward"
             self.ledger.phase, self.ledger.module = phase, node_note.fqn
+        self.ledger.restart()
         output = super().run_node(n)
         if n.op == "call_function":
+            self.live.append((n.name, self.ledger.highest))
             for tensor in _tensors(output):
                 storage = tensor.untyped_storage()
                 if has_note(n) and phase_of(n) == ONCE:
@@ -342,7 +358,12 @@ def measure(
             values |= {name: torch.empty_like(values[name]) for name in fresh}
             walk.run(*[values[name] for name in lowered.inputs], *indices)
     return Measured(
-        tuple(walk.saved), _trained(program), tuple(ledger.peaks.values()), ledger.largest, dict(ledger.collectives)
+        tuple(walk.saved),
+        _trained(program),
+        tuple(ledger.peaks.values()),
+        ledger.largest,
+        dict(ledger.collectives),
+        tuple(walk.live),
     )
 
 

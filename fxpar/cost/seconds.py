@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, prod
 from typing import Any
@@ -316,12 +316,14 @@ class Travel:
         seconds: by the plan's constants.
         beside: names of the products between its start and its first reader, with the seconds of each.
         exposed: seconds for which a rank waits for it.
+        start: when its first byte is sent, in seconds from the start of the step.
     """
 
     collective: Collective
     seconds: float
     beside: tuple[tuple[str, float], ...]
     exposed: float
+    start: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Returns a plain mapping."""
@@ -329,8 +331,34 @@ class Travel:
         return {**self.collective.to_json(), "seconds": self.seconds, "beside": beside, "exposed": self.exposed}
 
 
-def travels(program: Program, sizes: Mapping[str, int] | None = None) -> list[Travel]:
-    """Returns all collectives of a step in the order in which they start.
+@dataclass(frozen=True)
+class StepTimes:
+    """When a rank computes and sends, in seconds from the start of a step.
+
+    Attributes:
+        travels: all collectives, in the order in which they start.
+        products: of each product by name, when it starts and how long it takes.
+        before: seconds in front of the forward, once a step, however many microbatches it has.
+        forward: when the forward ends.
+        after: seconds of what is made of gradients once a step.
+        seconds: when the step ends.
+    """
+
+    travels: tuple[Travel, ...]
+    products: Mapping[str, tuple[float, float]]
+    before: float
+    forward: float
+    after: float
+    seconds: float
+
+    @property
+    def of_microbatch(self) -> tuple[float, float]:
+        """Returns the seconds of a microbatch's forward and of its backward."""
+        return self.forward - self.before, self.seconds - self.forward - self.after
+
+
+def step_times(program: Program, sizes: Mapping[str, int] | None = None) -> StepTimes:
+    """Returns when a step computes and sends.
 
     Args:
         program: a step, with property `local` and without calls of regions.
@@ -339,10 +367,22 @@ def travels(program: Program, sizes: Mapping[str, int] | None = None) -> list[Tr
     program = program.copy()
     moved = move_between_layers(program)
     clock = _Clock(estimates(program, sizes), frozenset(moved))
+    passed = dict.fromkeys((ONCE, "", PARAMETER), 0.0)
+    forward = 0.0
     for run in _runs(program):
+        began, phase = clock.now, phase_of(run[0])
         clock.run(run)
+        passed[phase] = passed.get(phase, 0.0) + clock.now - began
+        forward = clock.now if phase in (ONCE, "") else forward
+    began = clock.now
     clock.finish()
-    return clock.done
+    after = passed[PARAMETER] + clock.now - began
+    return StepTimes(tuple(clock.done), clock.products, passed[ONCE], forward, after, clock.now)
+
+
+def travels(program: Program, sizes: Mapping[str, int] | None = None) -> list[Travel]:
+    """Returns all collectives of a step in the order in which they start; arguments as of `step_times`."""
+    return list(step_times(program, sizes).travels)
 
 
 def _runs(program: Program) -> Iterator[list[fx.Node]]:
@@ -358,12 +398,15 @@ class _Clock:
 
     Attributes:
         moved: what travels beside other layers than its own.
+        products: as in `StepTimes`.
+        now: seconds from the start of the step.
     """
 
     seconds: Estimates
     moved: Set[fx.Node]
     done: list[Travel] = field(default_factory=list)
-    _now: float = 0.0
+    products: dict[str, tuple[float, float]] = field(default_factory=dict)
+    now: float = 0.0
     _free: dict[str, float] = field(default_factory=dict)
     _under_way: dict[fx.Node, int] = field(default_factory=dict)
     _ends: list[float] = field(default_factory=list)
@@ -387,24 +430,25 @@ class _Clock:
         for sending in self.seconds.sends.get(node.name, ()):
             self._wait(node)  # of several collectives of a node each needs the one before
             one = sending.collective
-            end = max(self._now, self._free.get(one.axis, 0.0)) + sending.seconds
-            self._free[one.axis] = end
+            start = max(self.now, self._free.get(one.axis, 0.0))
+            end = self._free[one.axis] = start + sending.seconds
             self._under_way[node] = len(self.done)
             stalled = sending.seconds - sending.hideable
-            self._now += stalled
-            self.done.append(Travel(one, sending.seconds, (), stalled))
+            self.now += stalled
+            self.done.append(Travel(one, sending.seconds, (), stalled, start))
             self._ends.append(end)
 
     def _compute(self, node: fx.Node, seconds: float) -> None:
-        self._now += seconds
+        self.products[node.name] = self.now, seconds
+        self.now += seconds
         for index in self._under_way.values():
             one = self.done[index]
-            self.done[index] = Travel(one.collective, one.seconds, (*one.beside, (node.name, seconds)), one.exposed)
+            self.done[index] = replace(one, beside=(*one.beside, (node.name, seconds)))
 
     def _wait(self, node: fx.Node) -> None:
         index = self._under_way.pop(node, None)
         if index is None:
             return
-        one, waited = self.done[index], max(0.0, self._ends[index] - self._now)
-        self._now += waited
-        self.done[index] = Travel(one.collective, one.seconds, one.beside, one.exposed + waited)
+        one, waited = self.done[index], max(0.0, self._ends[index] - self.now)
+        self.now += waited
+        self.done[index] = replace(one, exposed=one.exposed + waited)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from fxpar.checkpoint.parallel_module import ParallelModule
+from fxpar.cost.verdict import PEAK_FLOPS
 from fxpar.cost.work import Volume
 from fxpar.errors import InputError
 from fxpar.ir.program import PRECISION_DTYPES
@@ -36,9 +37,6 @@ _BEFORE = 4
 TRACED_STEPS = _BEFORE + 2
 # Kernels of NCCL, copies into other GPUs' memory, and kernels that send there themselves.
 _COMMUNICATION = ("nccl", "ptop", "push_")
-
-# Dense products of 16-bit numbers a second, as the vendors state them, by a part of the GPU's name.
-_PEAKS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "B200": 2250e12}
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ def peak_flops(model: ParallelModule) -> float | None:
     if model.world.device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     name = torch.cuda.get_device_name(model.world.device)
-    return next((peak for part, peak in _PEAKS.items() if part in name), None)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 
 def writer(log: Any) -> Callable[[Record], None]:

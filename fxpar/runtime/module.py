@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpar.cost import Report, make_report
+from fxpar.cost import Assumed, Report, make_report
 from fxpar.errors import InputError
 from fxpar.ir.program import Program
 from fxpar.manager import Pass
+from fxpar.pipeline.compiler.partition import run_pipeline
 from fxpar.plan.plan import Plan
 from fxpar.runtime import batch as calls
 from fxpar.runtime.alarm import retire
@@ -228,6 +229,7 @@ class RankModule(LocalModel):
             optimizer=optimizer,
             findings=(*compiled.captured.findings, *notes),
             reach=reach,
+            assumed=Assumed(compiled.captured.program, run_pipeline=run_pipeline),
         )
         load = self._training.load
         return report if load is None else replace(report, loads=load.read(self.plan))

@@ -138,6 +138,11 @@ def span_of_names(names: Sequence[str]) -> str:
     return f"{names[0]}–{re.findall(r'[0-9]+', names[-1])[-1]}, each"
 
 
+def time_text(seconds: float) -> str:
+    """Returns `10.1 µs` or `2.50 ms`."""
+    return f"{1e6 * seconds:.1f} µs" if seconds < 1e-3 else f"{1e3 * seconds:,.2f} ms"
+
+
 def few(names: Sequence[str], most: int = 4) -> str:
     """Returns the first names, and how many more there are."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""

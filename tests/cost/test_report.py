@@ -11,23 +11,26 @@ import pytest
 import torch
 
 from fxpar.capture.capture import capture
-from fxpar.cost import Report, make_report
+from fxpar.cost import Assumed, Report, make_report
 from fxpar.cost.html import as_html
 from fxpar.manager import PassManager
 from fxpar.ops.lower import lower
 from fxpar.ops.process_group import Group
 from fxpar.passes import DEFAULT_PASSES, counted_steps
+from fxpar.pipeline.compiler.partition import run_pipeline
 from fxpar.plan.plan import Plan
 from tests.zoo import CASES
 
 CPU = torch.device("cpu")
 
 
-def report_of(name: str, plan: Plan) -> Report:
+def report_of(name: str, plan: Plan, memory: int | None = None) -> Report:
     case = CASES[name]
-    program = PassManager(DEFAULT_PASSES).run(capture(case.model(), case.example(), plan, case.loss).program)
+    captured = capture(case.model(), case.example(), plan, case.loss).program
+    program = PassManager(DEFAULT_PASSES).run(captured)
     lowering = partial(lower, groups={axis: Group(axis, n) for axis, n in program.axes.items()})
-    return make_report(program, counted_steps(program, lowering), name=name, device=CPU)
+    assumed = Assumed(captured, memory, run_pipeline)
+    return make_report(program, counted_steps(program, lowering), name=name, device=CPU, assumed=assumed)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
-"""Where the stages of a pipeline begin, and why.
+"""Where the stages of a pipeline begin, and why; and when its ranks run stages that take different times.
 
-Enters: a program whose sizes are a rank's. Leaves: a `StageChoice`, and of each of its cuts a `CutExplanation`.
+Enters: a program whose sizes are a rank's. Leaves: a `StageChoice`, and of each of its cuts a `CutExplanation`; of the
+seconds of all stages a `PipelineRun`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from itertools import accumulate, pairwise
 from fxpar.cost.layers import layers
 from fxpar.cost.measure import storages
 from fxpar.cost.stage_cut_points import Divisible, candidates, divisible
+from fxpar.cost.verdict import PipelineAction, PipelineRun
 from fxpar.errors import InputError
 from fxpar.ir.program import Program, describe, note
+from fxpar.pipeline.compiler.builtin_schedules import schedule_of
+from fxpar.pipeline.compiler.simulation import Costs, simulate
+from fxpar.plan.plan import Plan
 
 # Where a pipeline's stages end: exact over the places at which a program may be cut.
 
@@ -414,3 +419,34 @@ def _reason(goals: Goals, other: Goals) -> str:
     if other.crossing > goals.crossing:
         return "with the next best the stages are as long and hold as much, and more crosses the cuts"
     return "with the next best all is the same: the first of them is taken"
+
+
+# How long a step takes whose stages take different times.
+
+_UNITS = 10**6  # in which the longest stage is timed
+
+
+def run_pipeline(plan: Plan, stages: Sequence[tuple[float, float]]) -> PipelineRun:
+    """Returns when the ranks of a pipeline run what.
+
+    Args:
+        plan: whose schedule runs.
+        stages: of each the seconds of the forward and of the backward of a microbatch. Where a schedule has two parts
+            of a backward, each takes half of it.
+
+    Raises:
+        ScheduleError: the schedule does not run with the plan's microbatches.
+    """
+    schedule = schedule_of(plan, plan.microbatches).schedule
+    unit = max(max(stage) for stage in stages) / _UNITS or 1.0
+    costs = [Costs(*(max(1, round(part / unit)) for part in (ahead, back / 2, back / 2))) for ahead, back in stages]
+    timeline = simulate(schedule, costs)
+    return PipelineRun(
+        tuple(
+            tuple(
+                PipelineAction(action.stage, action.phase.value, action.microbatch, start * unit, end * unit)
+                for action, start, end in zip(actions, starts, ends, strict=True)
+            )
+            for actions, starts, ends in zip(schedule.ranks, timeline.starts, timeline.ends, strict=True)
+        )
+    )

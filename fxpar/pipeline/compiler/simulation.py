@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -270,19 +270,20 @@ class Timeline:
         return max(ends[-1] for ends in self.ends)
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
     """Runs all ranks.
 
     Args:
         schedule: each rank has all its actions, in an order that is legal by itself (`check_structure`).
-        costs: of the actions.
+        costs: of the actions, the same on all stages or for each.
 
     Raises:
         ScheduleError: ranks wait for each other in a circle: names the first of them, its position, the message that it
             waits for and the others of the circle.
     """
     stages, count = schedule.stages, schedule.microbatches
-    cost = {phase: costs.of(phase) for phase in Phase}
+    of_stages = [costs] * stages if isinstance(costs, Costs) else costs
+    cost = [{phase: one.of(phase) for phase in Phase} for one in of_stages]
     # When the output of a stage for a microbatch is there, and the gradient of its input; -1 as long as it is not.
     outputs, gradients = [-1] * (stages * count), [-1] * (stages * count)
     starts: list[list[int]] = [[] for _ in schedule.ranks]
@@ -308,7 +309,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
                     waiting[1][at + count] = rank
                     break
             start = max(now, ready)
-            now = start + cost[phase]
+            now = start + cost[stage][phase]
             own_starts.append(start)
             own_ends.append(now)
             if phase is not W:
@@ -320,7 +321,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     if any(len(done) < len(actions) for done, actions in zip(ends, schedule.ranks, strict=True)):
         raise _circle(schedule, [len(done) for done in ends])
     span = max(done[-1] for done in ends)
-    busy = sum(cost[action.phase] for actions in schedule.ranks for action in actions)
+    busy = sum(cost[action.stage][action.phase] for actions in schedule.ranks for action in actions)
     bubble = 1 - busy / (schedule.pp * span)
     return Timeline(tuple(map(tuple, starts)), tuple(map(tuple, ends)), bubble)
 
