@@ -131,8 +131,10 @@ def short(group: tuple[int, ...]) -> str:
 
 # ---------------------------------------------------------------------- SVG
 
-_CELL, _HEIGHT, _LINE = 40, 26, 17
-_CELLS_PER_ROW, _CELL_ROWS, _LEGEND, _WIDE = 16, 24, 16, 1500
+_CELL, _HEIGHT, _LINE, _LETTER = 38, 23, 17, 7
+_CELLS_PER_ROW, _CELL_ROWS, _LEGEND_LINES, _WIDE = 16, 24, 2, 1240
+# Worlds up to this size have short rows, so that all their panels are next to each other on a screen.
+_SMALL = 64
 
 
 def svg(mesh: Mesh, names: Iterable[str], title: str) -> str:
@@ -140,11 +142,12 @@ def svg(mesh: Mesh, names: Iterable[str], title: str) -> str:
 
     Large worlds are cut after 24 rows, and the picture says so.
     """
-    inside, all_rows = rows(mesh.dense, _CELLS_PER_ROW)
+    inside, all_rows = rows(mesh.dense, _CELLS_PER_ROW // (2 if len(mesh.ranks) <= _SMALL else 1))
     shown = all_rows[:_CELL_ROWS]
-    left = max(7 * max(len(row.label) for row in shown) + 12, 12)
-    width = max(left + _CELL * max(len(row.ranks) for row in shown), 360)
+    left = max(_LETTER * max(len(row.label) for row in shown) + 12, 12)
     all_panels = panels(mesh, names)
+    longest = max((len(panel.title) for panel in all_panels), default=0)
+    width = max(left + _CELL * max(len(row.ranks) for row in shown), 8 * longest, 240)
     across = max(1, min(len(all_panels), _WIDE // (width + MARGIN)))
     notes = [] if all_panels else ["every rank is alone: there are no groups"]
     if len(shown) < len(all_rows):
@@ -154,8 +157,9 @@ def svg(mesh: Mesh, names: Iterable[str], title: str) -> str:
     for start in range(0, len(all_panels), across):
         heights = []
         for place, panel in enumerate(all_panels[start : start + across]):
-            x, lines = MARGIN + place * (width + MARGIN), list(_svg_panel(panel, shown, inside, left))
-            height = _HEIGHT * len(shown) + _LINE * (len(_legend(panel)) + 4)
+            x, legend = MARGIN + place * (width + MARGIN), _legend(panel, width - left)
+            lines = _svg_panel(panel, shown, inside, left, legend)
+            height = _HEIGHT * len(shown) + _LINE * (max((line for line, *_ in legend), default=0) + 4)
             body += [f"<g transform='translate({x} {bottom})'>", *lines, "</g>"]
             heights.append(height)
         bottom += max(heights) + MARGIN
@@ -163,7 +167,7 @@ def svg(mesh: Mesh, names: Iterable[str], title: str) -> str:
     return svg_page(total, bottom, title, notes, body)
 
 
-def _svg_panel(panel: Panel, shown: list[Row], inside: list[str], left: int) -> Iterator[str]:
+def _svg_panel(panel: Panel, shown: list[Row], inside: list[str], left: int, legend: list[_Entry]) -> Iterator[str]:
     """Yields title, the axis along the rows, the cells, the legend."""
     yield f"<text y='0' font-size='14' font-weight='600'>{escape(panel.title)}</text>"
     if inside:
@@ -175,29 +179,40 @@ def _svg_panel(panel: Panel, shown: list[Row], inside: list[str], left: int) -> 
         for column, rank in enumerate(row.ranks):
             yield from _cell(left + column * _CELL, y, rank, panel.number.get(rank))
     bottom = top + len(shown) * _HEIGHT + _LINE
-    for place, (number, text) in enumerate(_legend(panel)):
-        y = bottom + place * _LINE
+    for line, start, number, text in legend:
+        x, y = left + start, bottom + line * _LINE
         if number is not None:
-            yield f"<rect x='{left}' y='{y - 10}' width='12' height='12' rx='2' fill='{colour(number)}'/>"
-        yield f"<text x='{left + 18}' y='{y}'>{escape(text)}</text>"
+            yield f"<rect x='{x}' y='{y - 10}' width='12' height='12' rx='2' fill='{colour(number)}'/>"
+        yield f"<text x='{x + 16}' y='{y}'>{escape(text)}</text>"
 
 
 def _cell(x: int, y: int, rank: int, number: int | None) -> Iterator[str]:
     fill = "#f4f4f4" if number is None else colour(number)
     yield f"<rect x='{x}' y='{y}' width='{_CELL - 2}' height='{_HEIGHT - 2}' rx='3' fill='{fill}'/>"
-    mark = "" if number is None else f"<tspan font-size='9' fill='#555'>{tag(number)}</tspan>"
+    mark = "" if number is None else f"<tspan font-size='9' fill='#333'>{tag(number)}</tspan>"
     size = 12 if rank < 1000 else 10
     middle = x + _CELL // 2 - 1
     yield f"<text x='{middle}' y='{y + 16}' text-anchor='middle' font-size='{size}'>{rank}{mark}</text>"
 
 
-def _legend(panel: Panel) -> list[tuple[int | None, str]]:
-    """Returns the first groups with their ranks."""
-    entries: list[tuple[int | None, str]] = [
-        (number, f"{tag(number)} {short(group)}") for number, group in enumerate(panel.groups[:_LEGEND])
-    ]
-    more = len(panel.groups) - len(entries)
-    return [*entries, (None, f"… {more} more, in the same order")] if more else entries
+# A line of a legend, where an entry begins on it, its group, and its text.
+_Entry = tuple[int, int, int | None, str]
+
+
+def _legend(panel: Panel, width: int) -> list[_Entry]:
+    """Returns the first groups with their ranks, and how many more there are, on lines of some width."""
+    entries: list[_Entry] = []
+    line = start = 0
+    for number, group in enumerate(panel.groups):
+        text = f"{tag(number)} {short(group)}"
+        wide = _LETTER * len(text) + 28
+        if entries and start + wide > width:
+            line, start = line + 1, 0
+        if line == _LEGEND_LINES:
+            return [*entries, (line, 0, None, f"… {len(panel.groups) - number} more, in the same order")]
+        entries.append((line, start, number, text))
+        start += wide
+    return entries
 
 
 _ALWAYS = {DENSE: (*DENSE_AXES, "dp-cp"), EXPERT: EXPERT_AXES}

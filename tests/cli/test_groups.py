@@ -170,6 +170,16 @@ def test_the_picture_colours_every_rank_by_its_group(tmp_path: Path) -> None:
         assert f"a {short(mesh.groups(name)[0])}" in legend
 
 
+def test_64_ranks_are_in_one_screen(tmp_path: Path) -> None:
+    picture = tmp_path / "groups.svg"
+    assert (
+        fxpar("groups", "--world-size", "64", "--tp", "8", "--pp", "2", "--ep", "4", "--svg", str(picture)).status == 0
+    )
+    root = ElementTree.parse(picture).getroot()
+    assert int(root.get("width", "0")) <= 1280
+    assert int(root.get("height", "0")) <= 720
+
+
 def test_rows_follow_the_axes() -> None:
     inside, found = rows(Axes((("tp", 4), ("cp", 1), ("dp", 8), ("pp", 2))), 16)
     assert inside == ["tp", "dp (in parts)"]
