@@ -6,6 +6,7 @@ no torch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from html import escape
@@ -246,15 +247,14 @@ def groups(
     """Prints which ranks communicate with which, in the dense and in the expert part of a model."""
     if mesh.sizes["cp"] > 1:
         ui.warn("cp is not supported yet: no other command and no plan takes more than cp=1")
-    names: dict[str, list[str]] = {part: list(always) for part, always in _ALWAYS.items()}
-    names[DENSE] += [name for factors in mesh.factors.values() for name, _ in factors]
+    names = _names(mesh)
     for name in group or ():
         if name not in names[mesh.part(name)]:
             names[mesh.part(name)].append(name)
     document = {part: {name: mesh.groups(name) for name in names[part]} for part in names}
     everything = list(dict.fromkeys(name for part in names.values() for name in part))
     if picture is not None:
-        write_text(Path(picture), svg(mesh, everything, _title(mesh)))
+        write_text(Path(picture), groups_svg(mesh, everything))
 
     def show(stdout: Console) -> None:
         for part in names:
@@ -265,6 +265,18 @@ def groups(
             stdout.print(Text(f"wrote {picture}"), soft_wrap=True)
 
     return CommandResult(document, show)
+
+
+def _names(mesh: Mesh) -> dict[str, list[str]]:
+    """Returns the groups of each part that are always shown."""
+    names: dict[str, list[str]] = {part: list(always) for part, always in _ALWAYS.items()}
+    names[DENSE] += [name for factors in mesh.factors.values() for name, _ in factors]
+    return names
+
+
+def groups_svg(mesh: Mesh, names: Iterable[str] = ()) -> str:
+    """Returns the picture of some groups; of those that are always shown by default."""
+    return svg(mesh, names or dict.fromkeys(itertools.chain(*_names(mesh).values())), _title(mesh))
 
 
 def _title(mesh: Mesh) -> str:

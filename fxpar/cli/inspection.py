@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from fxpar.cli.groups import groups_svg
 from fxpar.cli.output import FAILED, FINE, CommandResult, Ui, amount, print_table, table, time_text, write_text
 from fxpar.cli.plan_flags import Request, whole_number
 from fxpar.cli.program_commands import OfStage, check_stage, example_sizes, steps, warn_empty, warn_unsplit
@@ -27,6 +28,7 @@ from fxpar.text.tables import span, span_of_names
 if TYPE_CHECKING:
     from fxpar.cost import Report
     from fxpar.cost.capturable import Boundary, CaptureRegion
+    from fxpar.cost.html import Picture
     from fxpar.cost.seconds import Travel
     from fxpar.cost.stage_cut_points import Send
     from fxpar.ir.program import Program
@@ -503,7 +505,7 @@ def report(
     if html is not None:
         from fxpar.cost.html import as_html
 
-        write_text(Path(html), as_html(figures))
+        write_text(Path(html), as_html(figures, _groups(figures)))
 
     def show(stdout: Console) -> None:
         stdout.print(figures)
@@ -512,6 +514,18 @@ def report(
 
     document: dict[str, Any] = {**figures.to_dict(), "html": html}
     return CommandResult(document, show, FINE if fits else FAILED)
+
+
+def _groups(figures: Report) -> list[Picture]:
+    """Returns the picture of which ranks communicate with which; none of one rank."""
+    from fxpar.cost.html import Picture, scrolling
+
+    mesh = figures.steps[0].program.mesh
+    if mesh.world_size == 1:
+        return []
+    caption = "Ranks of one group have one colour and one letter. Groups of different axes are panels of their own."
+    title = "groups of ranks"
+    return [Picture(title, caption, scrolling(title, groups_svg(mesh)))]
 
 
 def _figures(

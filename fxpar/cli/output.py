@@ -151,7 +151,8 @@ MARGIN = 28
 
 def svg_page(width: int, height: int, title: str, notes: Sequence[str], body: Iterable[str]) -> str:
     """Returns a picture in SVG: a white page with a title, notes below it, and what is drawn."""
-    head = f"<svg xmlns='http://www.w3.org/2000/svg' role='img' viewBox='0 0 {width} {height}' width='{width}' height='{height}'"
+    size = f"viewBox='0 0 {width} {height}' width='{width}' height='{height}'"
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' role='img' {size}"
     font = "font-family='ui-sans-serif, system-ui, Helvetica, Arial, sans-serif'"
     return "\n".join(
         [

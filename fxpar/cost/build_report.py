@@ -473,7 +473,7 @@ def joined(reports: Sequence[Report], lines: Sequence[StageLine], plan: Plan) ->
     for rank in range(plan.pp):
         stages = [line.stage for line in lines if line.rank == rank]
         # The stage whose step makes the rank's peak.
-        top = max(stages, key=lambda stage: reports[stage].peak.bytes - reports[stage].ranks[0].gradients)
+        top = max(stages, key=lambda stage: _beside_gradients(reports[stage], 0))
         for place in range(len(reports[0].ranks)):
             ranks.append(_rank(len(ranks), place, stages, top, reports, lines))
         worst[top] = ranks[-1].peak
@@ -502,11 +502,16 @@ def _rank(
     summed = [name for name in RANK_PARTS if name not in ("activations", "peak")]
     sums = {name: sum(getattr(part, name) for part in parts) for name in summed}
     activations = sum(lines[stage].in_flight * lines[stage].activations for stage in stages)
-    step = reports[top].peak.bytes  # with what one microbatch keeps, and the gradients of that stage
-    step -= reports[top].ranks[place].activations + reports[top].ranks[place].gradients
+    step = _beside_gradients(reports[top], place) - reports[top].ranks[place].activations
     resident = sum(sums[name] for name in _RESIDENT)
     peak = resident + reports[top].inputs + activations + max(step, 0)
     return RankMemory(rank=number, **sums, activations=activations, peak=peak)
+
+
+def _beside_gradients(report: Report, place: int) -> int:
+    """Returns the most bytes of a microbatch that are alive beside its stage's gradients, with what it keeps."""
+    gradients = report.ranks[place].gradients
+    return max((m.bytes - (0 if m.phase == "forward" else gradients) for m in report.phases), default=0)
 
 
 def _joined_traffic(reports: Sequence[Report]) -> tuple[Traffic, ...]:

@@ -19,11 +19,12 @@ from fxpar.ir.operators import computed_fraction
 from fxpar.ir.program import Program, TensorType, operands, output_layouts
 from fxpar.layout.symbolic_sizes import Size, evaluate, product, simplify
 from fxpar.mesh.axes import Cuts
+from fxpar.ops.attention import attention_backward
 from fxpar.ops.operator import TORCH_OPERATORS, Operator, alike
 from fxpar.rules.table import key_of, rule_of
 from fxpar.signatures.engine import Labelling, Refusal
 from fxpar.signatures.matmul import contracted_dims, einsum_steps
-from fxpar.signatures.op_call import OpCall, call_of
+from fxpar.signatures.op_call import OpCall, bind_arguments, call_of
 
 Formula = Callable[[OpCall], Size]
 
@@ -35,6 +36,17 @@ def matmul_flops(program: Program) -> Iterator[tuple[fx.Node, Size]]:
             flops = simplify(_flops(node))
             if flops != 0:
                 yield node, flops
+
+
+def attention_backward_flops(program: Program) -> Iterator[tuple[fx.Node, Size]]:
+    """Yields FLOPs of every backward of attention, over global shapes: five products, of which a forward has two.
+
+    Kernels leave out what a causal mask hides.
+    """
+    for node in program.graph.nodes:
+        if node.target is attention_backward:
+            flops = _attention(call_of(node, 1)) * 5 / 2
+            yield node, simplify(flops / 2 if bind_arguments(node)["is_causal"] else flops)
 
 
 def uncounted(program: Program) -> dict[str, int]:

@@ -168,7 +168,7 @@ class Measured:
             and inputs; gradients included, which do not exist at the step's start.
         largest: the largest storage that is made, where and by which operator.
         collectives: how often, by name and bytes of the whole value.
-        live: of each operation in order its name, and the most bytes that are alive while it runs, counted as `peaks`.
+        live: of each operation in order its phase, and the most bytes that are alive while it runs, counted as `peaks`.
     """
 
     saved: tuple[SavedStorage, ...]
@@ -293,7 +293,7 @@ class _Walk(fx.Interpreter):
         self.ledger.restart()
         output = super().run_node(n)
         if n.op == "call_function":
-            self.live.append((n.name, self.ledger.highest))
+            self.live.append((self.ledger.phase, self.ledger.highest))
             for tensor in _tensors(output):
                 storage = tensor.untyped_storage()
                 if has_note(n) and phase_of(n) == ONCE:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxpar.cost.communication import Collective, collectives, symbol_sizes
-from fxpar.cost.flops import computed_part, matmul_flops
+from fxpar.cost.flops import attention_backward_flops, computed_part, matmul_flops
 from fxpar.ir.program import Program, ScalarType, note, output_layouts, output_types
 from fxpar.ir.step import ONCE, PARAMETER, phase_of
 from fxpar.layout.nesting import local_shape
@@ -227,6 +227,16 @@ def estimates(program: Program, sizes: Mapping[str, int] | None = None) -> Estim
     return Estimates(sends, products)
 
 
+def _with_attention_backward(seconds: Estimates, program: Program, sizes: Mapping[str, int] | None) -> Estimates:
+    """Returns the seconds with those of the backward of attention, which no pass moves or cuts into chunks."""
+    values, rate = symbol_sizes(program, sizes), program.plan.cost.flops
+    more = {
+        node: evaluate(flops, values) * computed_part(node, program.axes) / rate
+        for node, flops in attention_backward_flops(program)
+    }
+    return replace(seconds, products={**seconds.products, **more})
+
+
 def sending(program: Program, sent: Collective, *, copies: bool, one_shot: bool = False) -> Sending:
     """Prices a collective: by copies or in one shot, or through the process group."""
     axes = sent.axis.split("-")
@@ -366,7 +376,8 @@ def step_times(program: Program, sizes: Mapping[str, int] | None = None) -> Step
     """
     program = program.copy()
     moved = move_between_layers(program)
-    clock = _Clock(estimates(program, sizes), frozenset(moved))
+    seconds = _with_attention_backward(estimates(program, sizes), program, sizes)
+    clock = _Clock(seconds, frozenset(moved))
     passed = dict.fromkeys((ONCE, "", PARAMETER), 0.0)
     forward = 0.0
     for run in _runs(program):

@@ -94,7 +94,7 @@ class CountedStep:
         program: with property `local` and without calls of regions.
         times: of its products and collectives.
         stored: seconds in which the values that are stored are written and read, forward and backward.
-        live: of each operation in order its name, and the most bytes that are alive while it runs, as of `Measured`.
+        live: of each operation in order its phase, and the most bytes that are alive while it runs, as of `Measured`.
     """
 
     program: Program
@@ -294,8 +294,12 @@ def speed_text(verdict: Verdict) -> str:
     if verdict.rate is not None:
         text += f"; {verdict.rate / 1e12:,.1f} TFLOP/s a rank"
     if verdict.mfu is not None and verdict.machine.flops is not None:
-        text += f", MFU {verdict.mfu:.1%} of the {verdict.machine.flops / 1e12:,.0f} of the {verdict.machine.name}"
+        text += f", MFU {_share(verdict.mfu)} of the {verdict.machine.flops / 1e12:,.0f} of the {verdict.machine.name}"
     return text
+
+
+def _share(part: float) -> str:
+    return f"{part:.1%}" if part >= 0.01 else f"{part:.2g}" if part < 1e-4 else f"{part:.2%}"
 
 
 def verdict_notes(verdict: Verdict, cost: Cost, *, compiled: bool, wide: bool) -> list[str]:
