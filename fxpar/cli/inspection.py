@@ -455,7 +455,7 @@ def memory(
     Of a pipeline it is that of each rank, or with --of-stage that of one microbatch on that stage.
     """
     limit = None if memory is None else _bytes_of(memory)
-    figures = _figures(ui, request, size or [], optimizer, device, of_stage=of_stage)
+    figures = figures_of(ui, request, size or [], optimizer, device, of_stage=of_stage)
     document = figures.to_dict()
     fullest = max(figures.ranks, key=lambda rank: rank.peak)
     fits = limit is None or fullest.peak <= limit
@@ -500,7 +500,7 @@ def report(
 ) -> CommandResult:
     """Reports on a split model: whether it fits, how fast it is, what is split how, and what all of it costs."""
     limit = None if memory is None else _bytes_of(memory)
-    figures = _figures(ui, request, size or [], optimizer, device, checked=True, limit=limit)
+    figures = figures_of(ui, request, size or [], optimizer, device, checked=True, limit=limit)
     fits = limit is None or figures.verdict is None or figures.verdict.fits
     if html is not None:
         from fxpar.cost.html import as_html
@@ -528,7 +528,7 @@ def _groups(figures: Report) -> list[Picture]:
     return [Picture(title, caption, scrolling(title, groups_svg(mesh)))]
 
 
-def _figures(
+def figures_of(
     ui: Ui,
     request: Request,
     size: Sequence[str],

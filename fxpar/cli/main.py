@@ -23,6 +23,7 @@ from fxpar.cli.output import BAD_INPUT, INTERRUPTED, print_error, print_json
 from fxpar.cli.plan_flags import command
 from fxpar.cli.program_commands import passes, run, trace
 from fxpar.cli.schedule import schedule
+from fxpar.cli.timeline import timeline
 from fxpar.cli.verify_commands import bisect, verify
 from fxpar.mesh.axes import PURPOSES
 
@@ -31,7 +32,7 @@ _HELP = "Splits a single-device PyTorch transformer over the ranks of a cluster,
 _COMMANDS = {
     "See what a plan does": (trace, passes, run, diff),
     "Prove it": (verify, bisect),
-    "Count what it costs": (explain, comm, regions, memory, report),
+    "Count what it costs": (explain, comm, regions, memory, report, timeline),
     "Arrange ranks": (groups, schedule),
 }
 

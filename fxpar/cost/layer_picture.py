@@ -115,18 +115,20 @@ def layer_rows(step: CountedStep, layer: str) -> list[LayerRow]:
     nodes = [node for node in _computed(step) if layer_of(note(node).fqn) == layer]
     own = set(nodes)
 
-    def key(node: fx.Node) -> tuple[str, ...]:
+    def key(node: fx.Node) -> tuple[str, str, str]:
         noted, source = note(node), node.args[0] if node.args else None
         apart = node.name if node.name in travels or node.name in step.times.products else ""
         # What many parameters are made at once for all layers is taken apart in each.
         taken = node.target is operator.getitem and isinstance(source, fx.Node) and source not in own
         return noted.phase, "" if taken else noted.fqn, apart
 
-    runs = (list(run) for _, run in itertools.groupby(nodes, key))
-    return [_row(step, layer, run, travels.get(run[0].name, [])) for run in runs]
+    runs = [(fqn, list(run)) for (_, fqn, _), run in itertools.groupby(nodes, key)]
+    modules = [fqn.removeprefix(layer).strip(".") for fqn, _ in runs]
+    pairs = zip(modules, (run for _, run in runs), strict=True)
+    return [_row(step, module, run, travels.get(run[0].name, [])) for module, run in pairs]
 
 
-def _row(step: CountedStep, layer: str, run: Sequence[fx.Node], travels: Sequence[Travel]) -> LayerRow:
+def _row(step: CountedStep, module: str, run: Sequence[fx.Node], travels: Sequence[Travel]) -> LayerRow:
     last, axes = run[-1], step.program.axes
     kinds, layouts = output_types(last), output_layouts(last)
     is_product = last.name in step.times.products
@@ -142,7 +144,7 @@ def _row(step: CountedStep, layer: str, run: Sequence[fx.Node], travels: Sequenc
         phase=BACKWARD if note(last).phase else FORWARD,
         nodes=tuple(node.name for node in run),
         operators=tuple(_short(node) for node in run),
-        module=note(last).fqn.removeprefix(layer).strip("."),
+        module=module,
         type=str(kinds[0]) if kinds else "",
         layout=layout_text(layouts[0], kinds[0].shape, axes) if layouts and kinds else "",
         before=before,
@@ -273,7 +275,7 @@ def _drawn(row: LayerRow, y: int, tall: int, axes: Mapping[str, int]) -> Iterato
     yield f"<rect x='0' y='{y}' width='{_WIDE}' height='{tall}' rx='4' class='{row.kind} box'/>"
     style = {"product": "strong", "collective": "strong", "other": "plain"}[row.kind]
     name = "" if row.kind == "other" else f"  %{row.nodes[-1]}"
-    text = _cut(row.text, max(_LETTERS - len(name), 12))
+    text = _cut(row.text, max(_LETTERS - len(name), 24))
     name = f"<tspan class='node'>{escape(_cut(name, _LETTERS - len(text)))}</tspan>"
     yield f"<text x='8' y='{y + 15}' class='{style}' xml:space='preserve'>{escape(text)}{name}</text>"
     yield f"<text x='{_TYPE}' y='{y + 15}' class='small'>{escape(_cut(row.type, 21))}</text>"
