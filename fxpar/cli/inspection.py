@@ -1,13 +1,12 @@
-"""Commands that look into programs: diff, comm, regions, memory, report.
+"""Commands that look into programs: comm, regions, memory, report.
 
-Enters: texts or a model. Leaves: what differs node by node, every collective with its bytes, what CUDA graphs hold, or
-what a rank holds and all figures together, as tables, JSON or one HTML file.
+Enters: texts or a model. Leaves: every collective with its bytes, what CUDA graphs hold, or what a rank holds and all
+figures together, as tables, JSON or one HTML file.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,102 +62,6 @@ _MEMORY = (
     *("name", "plan", "sizes", "optimizer", "device"),
     *("ranks", "modules", "activations", "peak", "phases", "largest", "stages"),
 )
-
-
-def diff(
-    ui: Ui,
-    sides: Annotated[
-        list[str], typer.Argument(metavar="A B", help="two texts, or a dump folder and two of its passes")
-    ],
-) -> CommandResult:
-    """Compares two programs node by node; exit status 1 where they differ."""
-    from fxpar.cli.files import read_text
-
-    paths = _sides(sides)
-    before, after = (read_text(path) for path in paths)
-    document = _difference(before, after)
-
-    def show(stdout: Console) -> None:
-        _show_difference(stdout, document)
-
-    return CommandResult(document, show, FINE if document["same"] else FAILED)
-
-
-def _sides(sides: Sequence[str]) -> tuple[Path, Path]:
-    from fxpar.cli.files import dumped
-
-    if len(sides) == 2:
-        return Path(sides[0]), Path(sides[1])
-    if len(sides) != 3:
-        raise InputError(f"takes two texts and finds {len(sides)}", where="diff", remedy="see 'fxpar diff --help'")
-    texts = {name: path for _, name, path in dumped(Path(sides[0]))}
-    for name in sides[1:]:
-        if name not in texts:
-            raise InputError(
-                f"holds no text after pass '{name}'", where=sides[0], remedy=f"choose from {', '.join(texts)}"
-            )
-    return texts[sides[1]], texts[sides[2]]
-
-
-def _difference(before: Program, after: Program) -> dict[str, Any]:
-    """Returns nodes of one program only, those whose lines differ, those that stand elsewhere, and other lines."""
-    from fxpar.text.printing import print_program
-
-    old, new = (_lines(program) for program in (before, after))
-    headers = [[line for line in print_program(p).splitlines() if not line.startswith("%")] for p in (before, after)]
-    common = [[name for name in side if name in old and name in new] for side in (old, new)]
-    matcher = difflib.SequenceMatcher(None, common[0], common[1], autojunk=False)
-    in_place = {name for a, _, size in matcher.get_matching_blocks() for name in common[0][a : a + size]}
-    differences: dict[str, Any] = {
-        "erased": [{"node": name, "line": line} for name, line in old.items() if name not in new],
-        "added": [{"node": name, "line": line} for name, line in new.items() if name not in old],
-        "changed": [
-            {"node": name, "before": old[name], "after": new[name]} for name in common[1] if old[name] != new[name]
-        ],
-        "moved": [name for name in common[1] if name not in in_place],
-        "header": {
-            "erased": [line for line in headers[0] if line not in headers[1]],
-            "added": [line for line in headers[1] if line not in headers[0]],
-        },
-    }
-    differs = any(differences[key] for key in ("erased", "added", "changed", "moved")) or headers[0] != headers[1]
-    return {"same": not differs, **differences}
-
-
-def _lines(program: Program) -> dict[str, str]:
-    """Returns the line of each node by its name, of those in a region after the region's."""
-    from fxpar.ir.regions import regions
-    from fxpar.text.printing import node_text, region_text
-
-    lines: dict[str, str] = {}
-    for region in regions(program):
-        inside = (line for line in region_text(region, program) if line.startswith("%"))
-        lines |= {f"{region.name}.{line[1:].partition(' ')[0]}": f"{region.name}: {line}" for line in inside}
-    return lines | {node.name: node_text(node, program) for node in program.graph.nodes if node.op != "output"}
-
-
-def _show_difference(stdout: Console, document: dict[str, Any]) -> None:
-    if document["same"]:
-        stdout.print("the programs are the same")
-        return
-
-    def line(sign: str, text: str) -> None:
-        style = {"-": "red", "+": "green"}[sign]
-        stdout.print(Text(f"{sign} {text}", style=style), soft_wrap=True)
-
-    for sign, key in (("-", "erased"), ("+", "added")):
-        for text in document["header"][key]:
-            line(sign, text)
-    for sign, key in (("-", "erased"), ("+", "added")):
-        for entry in document[key]:
-            line(sign, entry["line"])
-    for entry in document["changed"]:
-        line("-", entry["before"])
-        line("+", entry["after"])
-    for name in document["moved"]:
-        stdout.print(Text(f"~ %{name} stands elsewhere", style="yellow"), soft_wrap=True)
-    counts = ", ".join(f"{len(document[key])} {key}" for key in ("added", "erased", "changed", "moved"))
-    stdout.print(f"nodes: {counts}")
 
 
 def comm(

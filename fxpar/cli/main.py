@@ -16,9 +16,10 @@ from typing import Annotated, TextIO
 import typer
 
 from fxpar import __version__
+from fxpar.cli.differences import diff
 from fxpar.cli.explain import explain
 from fxpar.cli.groups import groups
-from fxpar.cli.inspection import comm, diff, memory, regions, report
+from fxpar.cli.inspection import comm, memory, regions, report
 from fxpar.cli.output import BAD_INPUT, INTERRUPTED, print_error, print_json
 from fxpar.cli.plan_flags import command
 from fxpar.cli.program_commands import passes, run, trace

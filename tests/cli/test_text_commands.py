@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fxpar.cli.differences import folded
 from tests.cli.tool import fxpar
 
 
@@ -139,7 +140,7 @@ def test_diff_between_two_passes_of_a_dump(dump: Path) -> None:
     result = fxpar("diff", str(dump), "annotate", "insert_collectives", "--json")
     assert result.status == 1
     found = result.document
-    assert set(found) == {"same", "added", "erased", "changed", "moved", "header"}
+    assert set(found) == {"same", "added", "erased", "changed", "moved", "header", "groups"}
     assert {entry["node"] for entry in found["added"]} >= {"addmm_1_reduce_from"}
     assert not found["erased"]
     assert all(entry["before"] != entry["after"] for entry in found["changed"])
@@ -150,9 +151,42 @@ def test_diff_shows_both_lines_of_a_changed_node(copy: Path, dump: Path) -> None
     scaled(copy / "12-localize.txt")
     result = fxpar("diff", str(dump / "12-localize.txt"), str(copy / "12-localize.txt"))
     assert result.status == 1
-    assert [line[0] for line in result.out.splitlines()] == ["-", "+", "n"]
-    assert ", 0.25)" in result.out.splitlines()[1]
-    assert result.out.splitlines()[2] == "nodes: 0 added, 0 erased, 1 changed, 0 moved"
+    lines = result.out.splitlines()
+    assert lines[0] == "1 node: operands changed (transformer.h.0: 1)"
+    assert [line[0] for line in lines[1:]] == ["-", "+", "n"]
+    assert ", 0.25)" in lines[2]
+    assert lines[3] == "nodes: 0 added, 0 erased, 1 changed, 0 moved"
+
+
+def test_diff_groups_what_differs_by_kind(dump: Path) -> None:
+    words = ("diff", str(dump), "annotate", "insert_collectives")
+    found = fxpar(*words, "--json").document
+    for key in ("added", "erased", "changed", "moved"):
+        nodes = [name for group in found["groups"] if group["sort"] == key for name in group["nodes"]]
+        assert sorted(nodes) == sorted(entry if key == "moved" else entry["node"] for entry in found[key])
+    assert all(group["count"] == len(group["nodes"]) for group in found["groups"])
+    kinds = {group["kind"]: group for group in found["groups"]}
+    dropped = kinds["note needs dropped"]
+    pairs = {entry["node"]: entry for entry in found["changed"]}
+    for name in dropped["nodes"]:
+        before, after = pairs[name]["before"], pairs[name]["after"]
+        assert "{needs=" in before
+        assert "needs=" not in after
+        assert before.partition(" {")[0] == after.partition(" {")[0].partition("  #")[0]
+    assert "fxpar.reduce_from[tp]" in kinds
+    printed = fxpar(*words).out.splitlines()
+    many = f"{dropped['count']} nodes: note needs dropped ("
+    at = next(i for i, line in enumerate(printed) if line.startswith(many))
+    assert [line[0] for line in printed[at + 1 : at + 3]] == ["-", "+"]
+    assert len(printed) < 40
+    assert printed[-1].endswith("; --all prints every line")
+    full = fxpar(*words, "--all").out.splitlines()
+    assert sum(line.startswith("- %") for line in full) == len(found["changed"]) + len(found["erased"])
+
+
+def test_layers_are_folded_where_their_numbers_follow_each_other() -> None:
+    counts = {"h.0": 2, "h.1": 2, "h.2": 3, "head": 1, "x.1": 1, "x.3": 1}
+    assert folded(counts) == ["h.0–2: 7", "head: 1", "x.1,3: 2"]
 
 
 def test_diff_sees_that_two_lines_changed_places(copy: Path, dump: Path) -> None:
