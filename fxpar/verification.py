@@ -23,6 +23,7 @@ from fxpar.ir.properties import Property
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
+from fxpar.verify.first_deviation import DeviatingNode, first_deviation
 from fxpar.verify.simulate_ranks import SimulationResult, check_world
 from fxpar.verify.static import verify_static
 from fxpar.verify.values import (
@@ -153,11 +154,13 @@ class Culprit:
         name: the pass, or `capture` where a static check rejects what it is given.
         error: what a static check said of its result, or which contract it broke.
         report: how far values deviate after it.
+        first: the first node that deviates; None where that is not known.
     """
 
     name: str
     error: FxparError | None
     report: ValueReport | None
+    first: DeviatingNode | None = None
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,7 @@ def bisect(
         verify_static(captured)
     except FxparError as error:
         return Bisection(Culprit("capture", error, None))
-    program = origin = captured
+    program = origin = right = captured
     reference: SimulationResult | None = reference_run(captured, state, inputs)
     for item in passes:
         try:
@@ -220,6 +223,7 @@ def bisect(
             return Bisection(Culprit(item.name, error, None), compared, untested)
         if item.preserves == "nothing":
             split = Property.LAYOUTS in program.properties
+            right = program
             origin, reference = program, None if split else reference_run(program, state, inputs)
             continue
         finished = complete(program) if reference is not None else None
@@ -229,14 +233,39 @@ def bisect(
         report = verify_values(origin, finished, state, inputs, reference=reference)
         compared = (*compared, item.name)
         if not report.ok:
-            return Bisection(Culprit(item.name, None, report), compared, untested)
-        untested = ()
+            first = first_fault(right, program, state, inputs)
+            return Bisection(Culprit(item.name, None, report, first), compared, untested)
+        right, untested = program, ()
     return Bisection(None, compared, untested)
 
 
-def complete(program: Program) -> Program | None:
-    """Returns the program after the default passes that it still needs to run; None where they refuse it."""
+def first_fault(
+    right: Program, wrong: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+) -> DeviatingNode | None:
+    """Returns the first node that deviates in a program; None where none is found, or stages are cut already.
+
+    Args:
+        right: the program before the pass at fault.
+        wrong: that after it.
+        state: parameters, buffers and constants by name, whole.
+        inputs: by path, whole.
+    """
+    if any(Property.STAGES in program.properties for program in (right, wrong)):
+        return None
+    one, other = (complete(program, staged=False) for program in (right, wrong))
+    if one is None or other is None or not all(Property.LOCAL in program.properties for program in (one, other)):
+        return None
+    return first_deviation(one, other, state, inputs)
+
+
+def complete(program: Program, *, staged: bool = True) -> Program | None:
+    """Returns the program after the default passes that it still needs to run; None where they refuse it.
+
+    Args:
+        staged: whether a pipeline is cut into its stages.
+    """
     needed = [item for item in DEFAULT_PASSES if not item.provides <= program.properties]
+    needed = [item for item in needed if staged or Property.STAGES not in item.provides]
     try:
         return compile_program(program, needed, verifiers=())
     except FxparError:

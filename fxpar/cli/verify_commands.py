@@ -5,6 +5,7 @@ Enters: a model, a program's text or a dump folder. Leaves: what holds, or the f
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from fxpar.ir.program import Program
     from fxpar.manager import Pass
     from fxpar.verification import Verification
+    from fxpar.verify.first_deviation import DeviatingNode
     from fxpar.verify.values import ValueReport
 
 
@@ -152,25 +154,34 @@ def _error(value: float) -> str:
     return "exact" if value == 0 else f"off by {value:.2g}"
 
 
+# The pass at fault, why, and the first node that deviates where that is known.
+_Found = tuple[str | None, str, "DeviatingNode | None"]
+# True where values are right, None where they were not compared, else how they deviate, and the first node.
+_Verdict = bool | None | tuple[str, "DeviatingNode | None"]
+
+
 def bisect(ui: Ui, request: Request, passes: Passes = None) -> CommandResult:
-    """Finds the first pass after which a program is wrong: of a model, or among the texts of a dump folder."""
+    """Finds the first pass after which a program is wrong, and the first node: of a model, or of a dump folder."""
     from fxpar.cli.models import load_passes
 
     chosen = load_passes(passes)
     folder = Path(request.model)
     if is_folder(folder):
-        culprit, reason = _bisect_folder(ui, request, folder, chosen)
+        culprit, reason, first = _bisect_folder(ui, request, folder, chosen)
     else:
-        culprit, reason = _bisect_model(ui, request, chosen)
-    document: dict[str, Any] = {"culprit": culprit, "reason": reason}
+        culprit, reason, first = _bisect_model(ui, request, chosen)
+    node = None if first is None else dataclasses.asdict(first) | {"layer": first.layer}
+    document: dict[str, Any] = {"culprit": culprit, "reason": reason, "first": node}
 
     def show(stdout: Console) -> None:
         stdout.print(f"{culprit}: {reason}" if culprit else f"no culprit: {reason}", soft_wrap=True)
+        if first is not None:
+            stdout.print(str(first), soft_wrap=True)
 
     return CommandResult(document, show, FAILED if culprit else FINE)
 
 
-def _bisect_model(ui: Ui, request: Request, passes: Sequence[Pass]) -> tuple[str | None, str]:
+def _bisect_model(ui: Ui, request: Request, passes: Sequence[Pass]) -> _Found:
     from fxpar.cli.files import is_text, need_memory, open_model
     from fxpar.verification import bisect_model
 
@@ -187,11 +198,11 @@ def _bisect_model(ui: Ui, request: Request, passes: Sequence[Pass]) -> tuple[str
         bisection = bisect_model(loaded.model, loaded.batch, request.plan, passes, loaded.loss)
     culprit = bisection.culprit
     if culprit is None:
-        return None, f"values are right after {_listed(bisection.compared)}{_unjudged(bisection.untested)}"
+        return None, f"values are right after {_listed(bisection.compared)}{_unjudged(bisection.untested)}", None
     if culprit.error is not None:
-        return culprit.name, error_text(culprit.error) + _untested(bisection.untested)
+        return culprit.name, error_text(culprit.error) + _untested(bisection.untested), None
     assert culprit.report is not None
-    return culprit.name, _deviation(culprit.report) + _untested(bisection.untested)
+    return culprit.name, _deviation(culprit.report) + _untested(bisection.untested), culprit.first
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -210,7 +221,7 @@ def _untested(names: Sequence[str]) -> str:
     return f" (what {', '.join(names)} gave could not be run, and may be at fault instead)" if names else ""
 
 
-def _bisect_folder(ui: Ui, request: Request, folder: Path, passes: Sequence[Pass]) -> tuple[str | None, str]:
+def _bisect_folder(ui: Ui, request: Request, folder: Path, passes: Sequence[Pass]) -> _Found:
     """Returns the first text that a static check rejects or that, once completed, computes something else."""
     from fxpar.cli.files import VALUES, dumped, read_text, refuse_flags
     from fxpar.verify.static import verify_static
@@ -228,37 +239,37 @@ def _bisect_folder(ui: Ui, request: Request, folder: Path, passes: Sequence[Pass
             try:
                 verify_static(program)
             except FxparError as error:
-                return name, f"{path.name}: {error_text(error)}{_untested(untested)}"
+                return name, f"{path.name}: {error_text(error)}{_untested(untested)}", None
             verdict = judge(name, path, program) if judge is not None else None
             if verdict is None:
                 untested = (*untested, name)
-            elif verdict:
-                return name, f"{path.name}: {verdict}{_untested(untested)}"
+            elif isinstance(verdict, tuple):
+                return name, f"{path.name}: {verdict[0]}{_untested(untested)}", verdict[1]
             else:
                 compared, untested = (*compared, name), ()
     if not has_values:
-        return None, f"static checks hold for all {len(texts)} texts (no {VALUES} there)"
-    return None, f"values are right after {_listed(compared)}{_unjudged(untested)}"
+        return None, f"static checks hold for all {len(texts)} texts (no {VALUES} there)", None
+    return None, f"values are right after {_listed(compared)}{_unjudged(untested)}", None
 
 
-def _judge(folder: Path, free: Sequence[str]) -> Callable[[str, Path, Program], str | None]:
-    """Returns a function that says how a text's values deviate: "" for not at all, None where they were not compared.
+def _judge(folder: Path, free: Sequence[str]) -> Callable[[str, Path, Program], _Verdict]:
+    """Returns a function that says how a text's values deviate, if they do, and at which node first.
 
     Args:
         free: passes that declare to preserve nothing; texts from them on are compared with nothing.
     """
     from fxpar.cli.files import CAPTURE, load_values, read_text
     from fxpar.ir.stages import is_one_stage
-    from fxpar.verification import complete
+    from fxpar.verification import complete, first_fault
     from fxpar.verify.values import reference_run, verify_values
 
     values, captured = load_values(folder), read_text(folder / CAPTURE)
     values.check(captured, str(folder))
     reference = reference_run(captured, values.state, values.inputs)
-    past_free = False
+    past_free, right = False, captured
 
-    def verdict(name: str, path: Path, program: Program) -> str | None:
-        nonlocal past_free
+    def verdict(name: str, path: Path, program: Program) -> _Verdict:
+        nonlocal past_free, right
         past_free = past_free or name in free
         if past_free or is_one_stage(program):
             return None
@@ -267,6 +278,9 @@ def _judge(folder: Path, free: Sequence[str]) -> Callable[[str, Path, Program], 
             return None
         values.check(finished, str(path))
         report = verify_values(captured, finished, values.state, values.inputs, reference=reference)
-        return "" if report.ok else _deviation(report)
+        if not report.ok:
+            return _deviation(report), first_fault(right, program, values.state, values.inputs)
+        right = program
+        return True
 
     return verdict

@@ -124,7 +124,7 @@ def reference_run(
         CheckFailed: the loss is not finite, or a gradient is NaN everywhere, so that nothing could be compared with it.
     """
     program = reference_program(captured)
-    run = run_single(program, _weights(program, state), _given(program, inputs, step, microbatch))
+    run = run_single(program, wide_state(program, state), given_inputs(program, inputs, step, microbatch))
     if program.loss and not bool(run.outputs[program.loss].isfinite().all()):
         raise CheckFailed(
             f"is {float(run.outputs[program.loss])} on one device",
@@ -141,12 +141,13 @@ def reference_run(
     return run
 
 
-def _weights(program: Program, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a pass may have added constants."""
+def wide_state(program: Program, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns what a program owns, in double precision; a pass may have added constants."""
     return {name: wide(value) for name, value in {**program.constants, **state}.items()}
 
 
-def _given(program: Program, inputs: Mapping[str, Tensor], step: int, microbatch: int = 0) -> dict[str, Tensor]:
+def given_inputs(program: Program, inputs: Mapping[str, Tensor], step: int, microbatch: int = 0) -> dict[str, Tensor]:
+    """Returns the inputs of a step in double precision, with the state of the random numbers."""
     wide_inputs = {name: wide(value) for name, value in inputs.items()}
     wide_inputs[RNG_PATH] = rng_state(program.plan.seed, step, microbatch)
     return wide_inputs
@@ -159,7 +160,7 @@ def _scale(whole: Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def _deviation(mine: Tensor, reference: Tensor, scale: float) -> float:
+def relative_gap(mine: Tensor, reference: Tensor, scale: float) -> float:
     """Returns largest difference over `scale`; infinite for other shapes, integers, infinities or NaNs."""
     if mine.shape != reference.shape or mine.dtype != reference.dtype:
         return float("inf")
@@ -227,7 +228,7 @@ def compare(
             if what == "output":  # padding holds anything, but has no gradient
                 expected, actual = (without_padding(part, layout, program.axes, place) for part in (expected, actual))
             scale = _scale(whole[name]) if what == "output" else largest
-            error = _deviation(actual, expected, scale)
+            error = relative_gap(actual, expected, scale)
             errors[what] = max(errors[what], error)
             if error > TOLERANCE:
                 key = ("gradient of" if what == "gradient" else what), name
@@ -286,7 +287,7 @@ def simulated_run(
     Args:
         program: otherwise as for `verify_values`.
     """
-    weights, rows = _weights(program, state), _given(program, inputs, step)
+    weights, rows = wide_state(program, state), given_inputs(program, inputs, step)
     return run_ranks(promote(step_of(program)), weights, rows, symbol_values(program, inputs))
 
 
@@ -306,8 +307,8 @@ def _verify_step(
     sizes, other = symbol_values(program, inputs), with_other_rows(captured, inputs)
     second = functools.partial(reference_run, captured, state, other, step=step, microbatch=1)
     references = [reference, second()]
-    microbatches = [_given(program, rows, step, index) for index, rows in enumerate((inputs, other))]
-    by_microbatch = run_microbatches(promote(program), _weights(program, state), microbatches, SCALES, sizes)
+    microbatches = [given_inputs(program, rows, step, index) for index, rows in enumerate((inputs, other))]
+    by_microbatch = run_microbatches(promote(program), wide_state(program, state), microbatches, SCALES, sizes)
 
     def both(runs: Sequence[SimulationResult]) -> list[SimulationResult]:
         """Returns each with the gradients of the step, which are sums."""
@@ -514,7 +515,7 @@ def _gaps(label: str, expected: _Results, actual: _Results) -> _Gaps:
                 owner = "the module" if name in mine else f"the {label} graph"
                 raise CheckFailed(f"only {owner} has it", where=f"{what} {name}", remedy=_UNFAITHFUL)
             a, b = mine[name], others[name]
-            gaps[what, name] = _deviation(b, a, _scale(a) if what == "output" else largest)
+            gaps[what, name] = relative_gap(b, a, _scale(a) if what == "output" else largest)
     return gaps
 
 

@@ -146,8 +146,8 @@ def test_verify_in_evaluation_on_one_rank() -> None:
 def test_bisect_of_right_passes_finds_no_culprit(small: str) -> None:
     result = fxpar("bisect", f"{small}:build", "--tp", "2", "--split", "fc=column", "--split", "proj=row", "--json")
     assert result.status == 0
-    assert set(result.document) == {"culprit", "reason"}
-    assert result.document["culprit"] is None
+    assert set(result.document) == {"culprit", "reason", "first"}
+    assert result.document["culprit"] is result.document["first"] is None
 
 
 def test_comm_lists_megatrons_collectives(communicated: Any) -> None:

@@ -225,6 +225,9 @@ def test_bisect_names_the_first_text_with_other_values(copy: Path) -> None:
     assert result.status == 1
     assert result.out.startswith("annotate: 07-annotate.txt: ")
     assert "deviates by" in result.out
+    first = fxpar("bisect", str(copy), "--json").document["first"]
+    assert f"the first node that deviates is {first['text']} in the forward of transformer.h.0" in result.out
+    assert (first["layer"], first["module"]) == ("transformer.h.0", "transformer.h.0.mlp.act")
 
 
 def test_a_dump_without_memory_is_checked_statically(tmp_path: Path) -> None:

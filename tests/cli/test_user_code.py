@@ -42,6 +42,8 @@ def test_a_users_pass_is_listed_and_run(small: str) -> None:
 
 def test_a_wrong_pass_is_found_by_value(small: str) -> None:
     result = fxpar("bisect", f"{small}:build", *SPLIT, "--passes", f"{small}:WRONG", "--json")
+    assert result.document["first"]["node"].startswith("mul")
+    assert result.document["first"]["phase"] == "forward"
     assert result.status == 1
     assert result.document["culprit"] == "halve"
     assert "deviates by" in result.document["reason"]

@@ -15,6 +15,7 @@ from fxpar.manager import Pass
 from fxpar.ops.collectives import reduce_from
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.verification import Bisection, Culprit, bisect, complete
+from fxpar.verify.first_deviation import first_deviation
 from tests.verify.cases import prepared, program
 
 aten = torch.ops.aten
@@ -65,6 +66,18 @@ def add_twice(found: Program) -> None:
     gelu.replace_all_uses_with(twice, delete_user_cb=lambda user: user is not twice)
 
 
+def double_gradient(found: Program) -> None:
+    """Adds a value that is zero and has a gradient: y + (y - detach(y))."""
+    gelu = calls(found, aten.gelu.default)[0]
+    users = list(gelu.users)
+    with found.graph.inserting_before(gelu.next):
+        apart = set_note(found.graph.call_function(aten.detach.default, (gelu,)), note(gelu))
+        zero = set_note(found.graph.call_function(aten.sub.Tensor, (gelu, apart)), note(gelu))
+        added = set_note(found.graph.call_function(aten.add.Tensor, (gelu, zero)), note(gelu))
+    for user in users:
+        user.replace_input_with(gelu, added)
+
+
 def drop_reduction(found: Program) -> None:
     """What a bug in insert_collectives would do."""
     reduction = calls(found, reduce_from)[0]
@@ -109,6 +122,32 @@ def test_values_find_the_pass_wherever_it_stands(change: Callable[[Program], Non
     assert culprit.report is not None
     assert not culprit.report.ok
     assert culprit.report.loss_error > 1e-6
+    # The node that was changed, whatever was completed behind it; behind stages no node is looked for.
+    wrong = calls(prepared("tail").captured, aten.gelu.default if change is to_relu else aten.mul.Tensor)
+    assert culprit.first is not None
+    assert culprit.first.node in {node.name for node in wrong}
+    assert culprit.first.phase == "forward"
+    assert culprit.first.deviation > 1e-6
+    assert culprit.first.text.startswith(f"%{culprit.first.node} (")
+
+
+@pytest.mark.parametrize("behind", [1, INSERTED])
+def test_a_fault_of_the_backward_is_found_in_it(behind: int) -> None:
+    culprit = find(*with_pass(made("wrong", double_gradient), behind))
+    assert culprit is not None
+    assert culprit.report is not None
+    assert culprit.report.loss_error < 1e-10
+    assert culprit.first is not None
+    assert culprit.first.phase == "backward"
+    gelu = calls(prepared("tail").captured, aten.gelu.default)[0]
+    assert culprit.first.module == note(gelu).fqn
+
+
+def test_programs_that_compute_the_same_have_no_first_node() -> None:
+    case = prepared("tail")
+    one = complete(program("tail", 2, "annotate"))
+    assert one is not None
+    assert first_deviation(one, program("tail", 2), case.state, case.inputs) is None
 
 
 def test_the_first_of_two_wrong_passes_is_named() -> None:
