@@ -178,7 +178,7 @@ def folded(counts: Mapping[str, int]) -> list[str]:
         alike.setdefault(_NUMBER.sub("#", name, count=1), []).append(name)
     places = []
     for pattern, names in alike.items():
-        numbers = sorted(int(found[0]) for name in names if (found := _NUMBER.search(name)))
+        numbers = sorted(int(number) for name in names for number in _NUMBER.findall(name)[:1])
         whole = len(names) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1))
         span = f"{numbers[0]}–{numbers[-1]}" if whole else ",".join(map(str, numbers))
         places.append(f"{pattern.replace('#', span, 1)}: {sum(counts[name] for name in names)}")

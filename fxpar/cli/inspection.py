@@ -364,7 +364,8 @@ def memory(
     fits = limit is None or fullest.peak <= limit
 
     def show(stdout: Console) -> None:
-        from fxpar.cost.figures import as_group, memory_sections
+        from fxpar.cost.figures import memory_sections
+        from fxpar.cost.sections import as_group
 
         stdout.print(as_group(memory_sections(figures)))
         if limit is not None:
@@ -407,8 +408,11 @@ def report(
     fits = limit is None or figures.verdict is None or figures.verdict.fits
     if html is not None:
         from fxpar.cost.html import as_html
+        from fxpar.cost.layer_picture import picture_of_layer
+        from fxpar.cost.time_pictures import pictures_over_time
 
-        write_text(Path(html), as_html(figures, _groups(figures)))
+        pictures = [*picture_of_layer(figures), *pictures_over_time(figures), *_groups(figures)]
+        write_text(Path(html), as_html(figures, pictures))
 
     def show(stdout: Console) -> None:
         stdout.print(figures)
@@ -455,7 +459,7 @@ def figures_of(
 
     from fxpar.cli.files import compared, open_start, run_passes
     from fxpar.compile import lower_program
-    from fxpar.cost import Assumed, make_report
+    from fxpar.cost import ReportBasis, make_report
     from fxpar.cost.measure import stand_in
     from fxpar.manager import without_collections
     from fxpar.mesh.axes import joined_names
@@ -486,6 +490,5 @@ def figures_of(
             device=assumed,
             sizes=sizes,
             optimizer=optimizer,
-            findings=findings,
-            assumed=Assumed(None if of_stage is not None else start.program, limit, run_pipeline),
+            basis=ReportBasis(findings, None if of_stage is not None else start.program, limit, run_pipeline),
         )

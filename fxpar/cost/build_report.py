@@ -23,7 +23,6 @@ from fxpar.cost.figures import (
     RANK_PARTS,
     ModelSize,
     ModuleMemory,
-    ParameterCut,
     PassLine,
     RankMemory,
     Report,
@@ -41,25 +40,23 @@ from fxpar.cost.parameter_memory import (
     local_elements,
     optimizer_kind,
 )
-from fxpar.cost.reasons import remarks, whole_matrices, without_rule
+from fxpar.cost.reasons import parameter_cuts, remarks, whole_matrices, without_rule
 from fxpar.cost.seconds import step_times
 from fxpar.cost.stage_cut_points import in_flight, stage_shares
 from fxpar.cost.verdict import CountedStep, RunPipeline, machine_of, stored_seconds, verdict_notes, verdict_of
 from fxpar.cost.work import work_of
 from fxpar.errors import CheckFailed, InputError, shown
-from fxpar.ir.program import Parameter, Program, TensorType, note, operands, output_layouts, output_types
+from fxpar.ir.program import Parameter, Program, note, operands, output_types
 from fxpar.ir.properties import Property
 from fxpar.ir.regions import inlined
 from fxpar.ir.stages import received_name
 from fxpar.ir.step import RNG_PATH, held_type
 from fxpar.ir.symbols import balanced, in_groups_of
-from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import Size, evaluate, names, parse_size, product, simplify, symbol
 from fxpar.mesh.axes import coordinates
 from fxpar.ops.lower import Lowered
 from fxpar.ops.operator import alike
 from fxpar.plan.plan import Plan
-from fxpar.text.printing import layout_text
 
 _TOTAL = "all"
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -76,16 +73,18 @@ class Activations:
 
 
 @dataclass(frozen=True)
-class Assumed:
-    """What a verdict rests on besides the program.
+class ReportBasis:
+    """What a report rests on besides the program.
 
     Attributes:
+        findings: what was checked of the capture, as sentences.
         captured: the program as its author wrote it, whose tokens and FLOPs are those of a step; by default the program
             itself.
         memory: bytes of a rank; those of the machine of the plan's cost by default.
         run_pipeline: runs a pipeline; without it no seconds of one are known.
     """
 
+    findings: tuple[str, ...] = ()
     captured: Program | None = None
     memory: int | None = None
     run_pipeline: RunPipeline | None = None
@@ -99,9 +98,8 @@ def make_report(
     device: torch.device,
     sizes: Mapping[str, int] | None = None,
     optimizer: str = "adamw",
-    findings: tuple[str, ...] = (),
     reach: Reach | None = None,
-    assumed: Assumed = Assumed(),
+    basis: ReportBasis = ReportBasis(),
 ) -> Report:
     """Counts everything; nothing is allocated and nothing communicates.
 
@@ -112,9 +110,8 @@ def make_report(
         device: whose kernels are assumed.
         sizes: of the inputs by symbol (`b`, `s`); the example's where they are not given.
         optimizer: as `optimizer_kind` takes it.
-        findings: what was checked of the capture, as sentences.
         reach: which ranks can copy into each other's memory; None where they are not known.
-        assumed: what the verdict rests on besides.
+        basis: what the report rests on besides.
 
     Raises:
         InputError: an unknown symbol or optimizer, a size that the ranks cannot share out, or an operator whose memory
@@ -128,14 +125,14 @@ def make_report(
     all_sizes = input_sizes(program, sizes or {})
     options: dict[str, Any] = {"name": name, "device": device, "sizes": all_sizes, "optimizer": optimizer}
     share = split_flops(program, sizes=all_sizes)
-    noted = (*findings, *remarks(program, share))
+    noted = (*basis.findings, *remarks(program, share))
     measurer = Measurer()
     reports = [
         _figures(program, trained, measurer.of(trained, lowered, device), reach=reach, **options)
         for program, trained, lowered in steps
     ]
     if len(reports) == 1:
-        return _with_verdict(replace(reports[0], remarks=noted), program, assumed)
+        return _with_verdict(replace(reports[0], remarks=noted), program, basis)
     lines = stage_lines(program, reports, all_sizes)
     report = replace(
         joined(reports, lines, program.plan),
@@ -145,13 +142,13 @@ def make_report(
         without_rule=tuple(without_rule(program)) if program.axes else (),
         remarks=noted,
     )
-    return _with_verdict(report, program, assumed)
+    return _with_verdict(report, program, basis)
 
 
-def _with_verdict(report: Report, program: Program, assumed: Assumed) -> Report:
+def _with_verdict(report: Report, program: Program, basis: ReportBasis) -> Report:
     """Returns the report with what its steps come to on a machine."""
     plan, of_text = program.plan, Property.STEP in program.properties
-    author = assumed.captured or program
+    author = basis.captured or program
     volume = work_of(author).at(symbol_sizes(author, report.sizes))
     lanes = len({line.rank for line in report.stages}) or 1
     # The ranks of one place in the pipeline stand next to each other, and the first has as much as any.
@@ -164,8 +161,8 @@ def _with_verdict(report: Report, program: Program, assumed: Assumed) -> Report:
         peaks=[rank.peak for rank in report.ranks],
         optimizers=[size / plan.cost.memory if trains else 0.0 for size in moved],
         volume=replace(volume, flops=0.0) if of_text else volume,
-        machine=machine_of(plan.cost, assumed.memory),
-        run_pipeline=assumed.run_pipeline,
+        machine=machine_of(plan.cost, basis.memory),
+        run_pipeline=basis.run_pipeline,
     )
     products = [kind.dtype for node, _ in matmul_flops(program) for kind in output_types(node)]
     wide = any(dtype.itemsize > 2 for dtype in products)
@@ -215,7 +212,7 @@ def _figures(
         (),
         copied_into=0 if reach is None else reach.bytes,
         steps=(CountedStep(trained, step_times(trained, all_sizes), stored_seconds(program, all_sizes), step.live),),
-        cuts=_cuts(program),
+        cuts=parameter_cuts(program),
     )
 
 
@@ -270,19 +267,6 @@ def check_countable(program: Program, sizes: Mapping[str, int]) -> None:
 
 
 # ---------------------------------------------------------------------- collectives
-
-
-def _cuts(program: Program) -> tuple[ParameterCut, ...]:
-    """Returns how the ranks hold each parameter."""
-    cuts = []
-    for parameter in _weights(program):
-        node = program.node(parameter.node)
-        layouts = output_layouts(node)
-        shape = local_shape(parameter.type.shape, layouts[0], program.axes) if layouts else parameter.type.shape
-        layout = layout_text(layouts[0], parameter.type.shape, program.axes) if layouts else "-"
-        held = TensorType(parameter.type.dtype, tuple(shape))
-        cuts.append(ParameterCut(parameter.fqn, str(parameter.type), layout, str(held)))
-    return tuple(cuts)
 
 
 def _check_counts(listed: Iterable[Collective], step: Measured) -> None:

@@ -1,7 +1,7 @@
 """The figures of a report, with their titles and how they print.
 
-Enters: numbers. Leaves: frozen records, which turn into plain mappings, and tables of them: titled sections for every
-medium, in which runs of equal rows (layers, ranks) are one row. Bytes are those of one rank unless said otherwise;
+Enters: numbers. Leaves: frozen records, which turn into plain mappings, and sections of a report, in which runs of
+equal rows (layers, ranks) are one row. Bytes are those of one rank unless said otherwise;
 formulas are in the sizes of the inputs (`b`, `s`).
 """
 
@@ -9,83 +9,19 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
-from rich.console import Console, Group, RenderableType
-from rich.text import Text
+from rich.console import Console, Group
 
+from fxpar.cost.sections import FigureColumn, Section, as_group, columns, listing
 from fxpar.cost.stage_cut_points import Received
 from fxpar.cost.verdict import CountedStep, PipelineRun, Verdict, fit_text, speed_text, step_text
-from fxpar.text.tables import amount, few, table
+from fxpar.text.tables import amount, few
 
 _WIDTH = 120
 _NUMBER = re.compile(r"\d+")
-
-
-# ---------------------------------------------------------------------- tables
-
-
-@dataclass(frozen=True)
-class Section:
-    """A table: rows of texts under columns, those in `right` numbers, and sentences below."""
-
-    title: str
-    columns: tuple[str, ...] = ()
-    rows: tuple[tuple[str, ...], ...] = ()
-    right: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class FigureColumn:
-    """A column of a table. The type of a record's field has one, whose text is that of the field's value.
-
-    Attributes:
-        show: turns a record into text.
-        right: whether that is a number.
-    """
-
-    title: str
-    show: Callable[[Any], str] = str
-    right: bool = True
-
-
-def columns(kind: type, names: str) -> list[FigureColumn]:
-    """Returns the columns of some fields of a record, by their names."""
-
-    def column(name: str) -> FigureColumn:
-        of_value: FigureColumn = hints[name].__metadata__[0]
-        return replace(of_value, show=lambda record: of_value.show(getattr(record, name)))
-
-    hints = get_type_hints(kind, include_extras=True)
-    return [column(name) for name in names.split()]
-
-
-def listing(title: str, shown: Sequence[FigureColumn], records: Iterable[Any], notes: Sequence[str] = ()) -> Section:
-    """Returns a table with a row for each record."""
-    rows = tuple(tuple(column.show(record) for column in shown) for record in records)
-    right = tuple(column.title for column in shown if column.right)
-    return Section(title, tuple(column.title for column in shown), rows, right, tuple(notes))
-
-
-def as_group(sections: Sequence[Section]) -> Group:
-    """Returns tables under their titles, an empty line between. No text of a model is read as markup."""
-    renderables: list[RenderableType] = []
-    for section in sections:
-        if renderables:
-            renderables.append(Text(""))
-        renderables.append(Text(section.title, style="bold"))
-        if section.rows:
-            rows = table(*section.columns, right=section.right)
-            for row in section.rows:
-                if row[0] == "all":
-                    rows.add_section()
-                rows.add_row(*[Text(cell) for cell in row])
-            renderables.append(rows)
-        renderables += [Text(note, style="dim") for note in section.notes]
-    return Group(*renderables)
 
 
 # ---------------------------------------------------------------------- records
@@ -459,7 +395,7 @@ def _numbered(names: Sequence[str]) -> str:
     last = _NUMBER.search(names[-1])
     assert first is not None
     assert last is not None
-    return f"{names[0][: first.start()]}{_span([first[0], last[0]]).removesuffix(', each')}{names[0][first.end() :]}"
+    return f"{names[0][: first.start()]}{first[0]}–{last[0]}{names[0][first.end() :]}"
 
 
 def _summary(report: Report) -> Section:

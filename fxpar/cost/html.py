@@ -1,7 +1,7 @@
 """A report as one HTML file that needs nothing else.
 
-Enters: a `Report`. Leaves: the text of the file: the verdict, pictures of a layer, of the step over time and of memory,
-and every table. All text of a model or plan is escaped.
+Enters: a `Report`, and pictures of it. Leaves: the text of the file: the verdict, what is split, the pictures, and the
+other tables. All text of a model or plan is escaped.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from fxpar.cost.figures import RankMemory, Report, Section, all_sections
-from fxpar.cost.layer_picture import MEANINGS, in_words, layer_in_the_middle, layer_rows, layer_svg
-from fxpar.cost.time_pictures import WORDS, memory_svg, pipeline_svg
-from fxpar.cost.verdict import CountedStep, Verdict
+from fxpar.cost.figures import RankMemory, Report, all_sections
+from fxpar.cost.sections import Section
+from fxpar.cost.verdict import Verdict
 from fxpar.text.tables import amount, time_text
 
 _STYLE = """
@@ -90,11 +89,11 @@ class Picture:
     body: str
 
 
-def as_html(report: Report, more: Sequence[Picture] = ()) -> str:
+def as_html(report: Report, pictures: Sequence[Picture] = ()) -> str:
     """Returns the file's text.
 
     Args:
-        more: pictures that others make, which come after those of the report.
+        pictures: what comes after the tables of the plan and of what is split.
     """
     sections = all_sections(report)
     head = [f"<h1>{escape(report.name)}</h1>"]
@@ -102,10 +101,9 @@ def as_html(report: Report, more: Sequence[Picture] = ()) -> str:
         head += _verdict(report.verdict, sections.pop(0))
     # Next to the plan and what is split come the pictures, and then all other tables.
     split = 1 + max((i for i, section in enumerate(sections) if section.title in _SPLIT), default=0)
-    pictures = [*_pictures(report), *more]
-    body = [part for section in sections[:split] for part in _section(section)]
+    body = [part for section in sections[:split] for part in table_of(section)]
     body += [part for picture in pictures for part in _figure(picture)]
-    body += [*_bar(report), *[part for section in sections[split:] for part in _section(section)]]
+    body += [*_bar(report), *[part for section in sections[split:] for part in table_of(section)]]
     titles = [section.title for section in sections[:split]] + [picture.title for picture in pictures]
     titles += [_BAR, *(section.title for section in sections[split:])]
     links = "".join(f'<li><a href="#{_anchor(title)}">{escape(title)}</a></li>' for title in titles)
@@ -172,7 +170,8 @@ def _bar(report: Report) -> Iterator[str]:
         yield from _pieces("memory of a rank", sizes, amount)
 
 
-def _section(section: Section, heading: str = "h2") -> Iterator[str]:
+def table_of(section: Section, heading: str = "h2") -> Iterator[str]:
+    """Yields a table under its title, and the sentences below it."""
     yield f'<{heading} id="{_anchor(section.title)}">{escape(section.title)}</{heading}>'
     if section.rows:
         kinds = ['class="right"' if column in section.right else "" for column in section.columns]
@@ -199,53 +198,3 @@ def _figure(picture: Picture) -> Iterator[str]:
     yield f"<figure><figcaption>{escape(picture.caption)}</figcaption>"
     yield picture.body
     yield "</figure>"
-
-
-def _pictures(report: Report) -> Iterator[Picture]:
-    """Yields the pictures of a layer, of the pipeline over time, and of memory over time."""
-    found = layer_in_the_middle(report.steps)
-    if found is not None:
-        yield _layer(*found)
-    if report.run is not None:
-        title, phases = "pipeline over time", {action.phase for actions in report.run.ranks for action in actions}
-        marks = "".join(f"<li>{letter}: {word}</li>" for letter, word in WORDS.items() if letter in phases)
-        caption = "What the ranks of the pipeline run, with the numbers of the microbatches. Gaps are idle time."
-        body = f'<ul class="legend">{marks}</ul>{scrolling(title, pipeline_svg(report.run))}'
-        yield Picture(title, caption, body)
-    if report.steps:
-        fixed = "parameters, gradients and" if report.run else "parameters, buffers, the batch and"
-        caption = f"The dark part is there at all times: {fixed} optimizer state. What stands on it comes and goes."
-        caption += " The peak of the tables is a bound: it has all of a step at once." if report.run else ""
-        yield Picture(_OVER_TIME, caption, scrolling(_OVER_TIME, memory_svg(report)))
-
-
-_OVER_TIME = "memory over time"
-
-
-def _layer(step: CountedStep, layer: str) -> Picture:
-    """Returns one layer, drawn and in words."""
-    rows = layer_rows(step, layer)
-    caption = (
-        f"{layer}, of a step of one microbatch. Operations stand in order, with the type of the whole result and what "
-        "a rank holds of it on each axis. Neighbours that are neither products nor collectives share a line."
-    )
-    drawn = scrolling(f"picture of {layer}", layer_svg(rows, layer, step.program.axes))
-    words = [f"<details><summary>{escape(layer)} in words</summary>", *_section(in_words(rows, layer), "h3")]
-    return Picture("one layer", caption, _lines([*_layer_legend(), drawn, *words, "</details>"]))
-
-
-def _layer_legend() -> Iterator[str]:
-    """Yields what colours, patterns and letters mean."""
-    yield '<ul class="legend">'
-    for kind, words in MEANINGS.items():
-        over = {"P": "url(#hatch)", "V": "url(#dots)"}.get(kind)
-        drawn = f"<rect width='22' height='16' rx='3' class='chip {kind.lower()}'/>"
-        drawn += "<rect width='7' height='16' rx='3' class='part'/>" if kind == "S" else ""
-        drawn += f"<rect width='22' height='16' rx='3' fill='{over}'/>" if over else ""
-        text = f"<text x='11' y='12' text-anchor='middle' class='letter'>{kind}</text>"
-        yield f"<li><svg width='22' height='16' aria-hidden='true'>{drawn}{text}</svg>{words}</li>"
-    parts = "<rect width='22' height='10' class='hidden'/>"
-    for look in ("class='waits'", "fill='url(#hatch)'"):
-        parts += f"<rect x='22' width='22' height='10' {look}/>"
-    yield f"<li><svg width='44' height='10' aria-hidden='true' class='picture'>{parts}</svg>"
-    yield "of a collective: hidden by products, and waited for</li></ul>"

@@ -16,8 +16,10 @@ from html import escape
 from torch import fx
 
 from fxpar.cost.communication import layer_of
-from fxpar.cost.figures import FigureColumn, Section, listing
+from fxpar.cost.figures import Report
+from fxpar.cost.html import Picture, scrolling, table_of
 from fxpar.cost.seconds import Travel
+from fxpar.cost.sections import FigureColumn, Section, listing
 from fxpar.cost.verdict import CountedStep
 from fxpar.ir.operators import axes_of
 from fxpar.ir.program import ScalarType, note, operands, output_layouts, output_types
@@ -87,18 +89,18 @@ class LayerRow:
 
 def layer_in_the_middle(steps: Sequence[CountedStep]) -> tuple[CountedStep, str] | None:
     """Returns a layer and the step that has all of it; None where no module has a number."""
-    found: dict[str, dict[int, int]] = {}
+    counts: dict[str, dict[int, int]] = {}
     for index, step in enumerate(steps):
         for node in _computed(step):
             layer = layer_of(note(node).fqn)
             if layer:
-                of_layer = found.setdefault(layer, {})
+                of_layer = counts.setdefault(layer, {})
                 of_layer[index] = of_layer.get(index, 0) + 1
-    whole = [layer for layer, counts in found.items() if len(counts) == 1] or list(found)
+    whole = [layer for layer, of_steps in counts.items() if len(of_steps) == 1] or list(counts)
     if not whole:
         return None
     layer = whole[len(whole) // 2]
-    return steps[max(found[layer], key=lambda index: found[layer][index])], layer
+    return steps[max(counts[layer], key=lambda index: counts[layer][index])], layer
 
 
 def _computed(step: CountedStep) -> Iterator[fx.Node]:
@@ -113,13 +115,13 @@ def layer_rows(step: CountedStep, layer: str) -> list[LayerRow]:
     for travel in step.times.travels:
         travels.setdefault(travel.collective.node, []).append(travel)
     nodes = [node for node in _computed(step) if layer_of(note(node).fqn) == layer]
-    own = set(nodes)
+    inside = set(nodes)
 
     def key(node: fx.Node) -> tuple[str, str, str]:
         noted, source = note(node), node.args[0] if node.args else None
         apart = node.name if node.name in travels or node.name in step.times.products else ""
         # What many parameters are made at once for all layers is taken apart in each.
-        taken = node.target is operator.getitem and isinstance(source, fx.Node) and source not in own
+        taken = node.target is operator.getitem and isinstance(source, fx.Node) and source not in inside
         return noted.phase, "" if taken else noted.fqn, apart
 
     runs = [(fqn, list(run)) for (_, fqn, _), run in itertools.groupby(nodes, key)]
@@ -329,3 +331,43 @@ def _chip(x: int, y: int, text: str, kind: str, ranks: int) -> Iterator[str]:
 
 def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+# ---------------------------------------------------------------------- the picture on its page
+
+
+def picture_of_layer(report: Report) -> list[Picture]:
+    """Returns a layer of the middle, drawn and in words; nothing of a report without steps or numbered modules."""
+    chosen = layer_in_the_middle(report.steps)
+    if chosen is None:
+        return []
+    step, layer = chosen
+    rows = layer_rows(step, layer)
+    caption = (
+        f"{layer}, of a step of one microbatch. Operations stand in order, with the type of the whole result and what "
+        "a rank holds of it on each axis. Neighbours that are neither products nor collectives share a line."
+    )
+    drawn = scrolling(f"picture of {layer}", layer_svg(rows, layer, step.program.axes))
+    words = [
+        f"<details><summary>{escape(layer)} in words</summary>",
+        *table_of(in_words(rows, layer), "h3"),
+        "</details>",
+    ]
+    return [Picture("one layer", caption, "\n".join([*_layer_legend(), drawn, *words]))]
+
+
+def _layer_legend() -> Iterator[str]:
+    """Yields what colours, patterns and letters mean."""
+    yield '<ul class="legend">'
+    for kind, words in MEANINGS.items():
+        over = {"P": "url(#hatch)", "V": "url(#dots)"}.get(kind)
+        drawn = f"<rect width='22' height='16' rx='3' class='chip {kind.lower()}'/>"
+        drawn += "<rect width='7' height='16' rx='3' class='part'/>" if kind == "S" else ""
+        drawn += f"<rect width='22' height='16' rx='3' fill='{over}'/>" if over else ""
+        text = f"<text x='11' y='12' text-anchor='middle' class='letter'>{kind}</text>"
+        yield f"<li><svg width='22' height='16' aria-hidden='true'>{drawn}{text}</svg>{words}</li>"
+    parts = "<rect width='22' height='10' class='hidden'/>"
+    for look in ("class='waits'", "fill='url(#hatch)'"):
+        parts += f"<rect x='22' width='22' height='10' {look}/>"
+    yield f"<li><svg width='44' height='10' aria-hidden='true' class='picture'>{parts}</svg>"
+    yield "of a collective: hidden by products, and waited for</li></ul>"

@@ -1,22 +1,24 @@
-"""What a program leaves whole, and why.
+"""What of a program ranks split, what they hold whole, and why.
 
-Enters: a program with layouts. Leaves: reasons in words.
+Enters: a program with layouts. Leaves: how parameters are cut, and reasons in words.
 """
 
 from __future__ import annotations
 
 import torch
 
-from fxpar.cost.figures import Whole
+from fxpar.cost.figures import ParameterCut, Whole
 from fxpar.cost.flops import uncounted
 from fxpar.cost.parameter_memory import local_elements
 from fxpar.ir.operators import CHEAPEST, ONLY
-from fxpar.ir.program import Program, note, operands, output_layouts, output_types
+from fxpar.ir.program import Program, TensorType, note, operands, output_layouts, output_types
+from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbolic_sizes import Size, names
 from fxpar.mesh.axes import Cuts
 from fxpar.ops.operator import Operator, alike
 from fxpar.rules import call_of, key_of
 from fxpar.rules.table import RowWise, lacks_rule
+from fxpar.text.printing import layout_text
 
 aten = torch.ops.aten
 _SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default})
@@ -24,6 +26,20 @@ _IN_WORDS = {
     CHEAPEST: "a step with it cut would take longer (fxpar explain tells by how much)",
     ONLY: "no operation that uses it can take a part of it",
 }
+
+
+def parameter_cuts(program: Program) -> tuple[ParameterCut, ...]:
+    """Returns how the ranks hold each parameter."""
+    cuts = []
+    for parameter in program.parameters:
+        kind, layouts = parameter.type, output_layouts(program.node(parameter.node))
+        if parameter.kind != "parameter":
+            continue
+        shape = local_shape(kind.shape, layouts[0], program.axes) if layouts else kind.shape
+        layout = layout_text(layouts[0], kind.shape, program.axes) if layouts else "-"
+        local = TensorType(kind.dtype, tuple(shape))
+        cuts.append(ParameterCut(parameter.fqn, str(kind), layout, str(local)))
+    return tuple(cuts)
 
 
 def whole_matrices(program: Program) -> tuple[Whole, ...]:

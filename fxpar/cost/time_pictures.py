@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from fxpar.cost.figures import Report
+from fxpar.cost.html import Picture, scrolling
 from fxpar.cost.verdict import CountedStep, PipelineAction, PipelineRun
 from fxpar.ir.step import BACKWARD, ONCE, RECOMPUTE, WEIGHT
 from fxpar.text.tables import amount, time_text
@@ -16,6 +17,21 @@ from fxpar.text.tables import amount, time_text
 _WIDE, _LEFT, _HEIGHT, _AREA = 1160, 64, 26, 150
 _RANKS, _BOXES = 32, 4000
 WORDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+
+
+def pictures_over_time(report: Report) -> Iterator[Picture]:
+    """Yields what the ranks of a pipeline run, and the memory of a rank; nothing of a report without steps."""
+    if report.run is not None:
+        title, phases = "pipeline over time", {action.phase for actions in report.run.ranks for action in actions}
+        marks = "".join(f"<li>{letter}: {word}</li>" for letter, word in WORDS.items() if letter in phases)
+        caption = "What the ranks of the pipeline run, with the numbers of the microbatches. Gaps are idle time."
+        body = f'<ul class="legend">{marks}</ul>{scrolling(title, pipeline_svg(report.run))}'
+        yield Picture(title, caption, body)
+    if report.steps and (report.run is not None or len(report.steps) == 1):
+        title, fixed = "memory over time", "parameters, gradients and" if report.run else "parameters, the batch and"
+        caption = f"The dark part is there at all times: {fixed} optimizer state. What stands on it comes and goes."
+        caption += " The peak of the tables is a bound: it has all of a step at once." if report.run else ""
+        yield Picture(title, caption, scrolling(title, memory_svg(report)))
 
 
 def _picture(height: int, said: str, body: Sequence[str]) -> str:
@@ -29,15 +45,15 @@ def pipeline_svg(run: PipelineRun) -> str:
     Pipelines of more ranks or actions than there is room for are cut, and the picture says so.
     """
     shown = run.ranks[:_RANKS]
-    each = max(_BOXES // len(shown), 1)
-    end = max(actions[:each][-1].end for actions in shown)
+    many = max(_BOXES // len(shown), 1)
+    end = max(actions[:many][-1].end for actions in shown)
     scale = (_WIDE - _LEFT) / end
     body = []
     for rank, actions in enumerate(shown):
         y = rank * _HEIGHT + 4
         body.append(f"<text x='0' y='{y + 16}' class='dim'>rank {rank}</text>")
         body.append(f"<rect x='{_LEFT}' y='{y}' width='{_WIDE - _LEFT}' height='{_HEIGHT - 4}' class='lane'/>")
-        for action in actions[:each]:
+        for action in actions[:many]:
             body += _box(action, y, scale)
     bottom = len(shown) * _HEIGHT + 10
     marks = [f"0 to {time_text(end)}"]
@@ -145,19 +161,19 @@ def memory_over_time(report: Report, run: PipelineRun, place: int) -> list[tuple
     fixed += report.inputs
     lines = {line.stage: line for line in report.stages}
     highest = {stage: _highest(report.steps[stage]) for stage in lines}
-    kept, levels, now = 0, [], 0.0
+    saved, levels, now = 0, [], 0.0
     for action in run.ranks[place]:
         line, (forward, backward) = lines[action.stage], highest[action.stage]
         if action.start > now:
-            levels.append((now, action.start, fixed + kept))
+            levels.append((now, action.start, fixed + saved))
         if action.phase == "F":
-            levels.append((action.start, action.end, fixed + kept + max(forward, line.activations)))
-            kept += line.activations
+            levels.append((action.start, action.end, fixed + saved + max(forward, line.activations)))
+            saved += line.activations
         else:
             # What a backward makes are the gradients too, which are there from the start.
             more = max(backward - line.gradients, line.activations) if action.phase != "W" else line.activations
-            levels.append((action.start, action.end, fixed + kept - line.activations + more))
-            kept -= line.activations if action.phase in "BW" else 0
+            levels.append((action.start, action.end, fixed + saved - line.activations + more))
+            saved -= line.activations if action.phase in "BW" else 0
         now = action.end
     return levels
 

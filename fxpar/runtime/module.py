@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpar.cost import Assumed, Report, make_report
+from fxpar.cost import Report, ReportBasis, make_report
 from fxpar.errors import InputError
 from fxpar.ir.program import Program
 from fxpar.manager import Pass
@@ -227,9 +227,10 @@ class RankModule(LocalModel):
             device=self.world.device,
             sizes=sizes,
             optimizer=optimizer,
-            findings=(*compiled.captured.findings, *notes),
             reach=reach,
-            assumed=Assumed(compiled.captured.program, run_pipeline=run_pipeline),
+            basis=ReportBasis(
+                (*compiled.captured.findings, *notes), compiled.captured.program, run_pipeline=run_pipeline
+            ),
         )
         load = self._training.load
         return report if load is None else replace(report, loads=load.read(self.plan))

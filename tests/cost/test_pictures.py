@@ -12,9 +12,17 @@ import pytest
 
 from fxpar.cost.communication import layer_of
 from fxpar.cost.html import Picture, as_html
-from fxpar.cost.layer_picture import MEANINGS, LayerRow, in_words, layer_in_the_middle, layer_rows, layer_svg
+from fxpar.cost.layer_picture import (
+    MEANINGS,
+    LayerRow,
+    in_words,
+    layer_in_the_middle,
+    layer_rows,
+    layer_svg,
+    picture_of_layer,
+)
 from fxpar.cost.seconds import travels
-from fxpar.cost.time_pictures import memory_over_time, memory_svg, pipeline_svg
+from fxpar.cost.time_pictures import memory_over_time, memory_svg, pictures_over_time, pipeline_svg
 from fxpar.cost.verdict import CountedStep, PipelineAction, PipelineRun
 from fxpar.ir.program import ScalarType, note
 from fxpar.plan.plan import Plan
@@ -76,7 +84,10 @@ def test_what_ranks_hold_is_said_by_letter_colour_and_pattern() -> None:
 
 def test_the_page_has_headings_names_and_nothing_twice() -> None:
     for plan in (SEQUENCE, PIPELINE):
-        text = as_html(report_of("llama", plan), [Picture("groups", "Who <talks>.", "<p>here</p>")])
+        report = report_of("llama", plan)
+        pictures = [*picture_of_layer(report), *pictures_over_time(report)]
+        assert [picture.title for picture in pictures][-1] == "memory over time"
+        text = as_html(report, [*pictures, Picture("groups", "Who <talks>.", "<p>here</p>")])
         page = Page()
         page.feed(text)
         assert (page.open, page.loads) == ([], [])
@@ -134,6 +145,5 @@ def test_a_pipeline_is_drawn_action_by_action() -> None:
 
 def test_a_report_without_steps_has_no_pictures() -> None:
     report = replace(report_of("llama", SEQUENCE), steps=(), verdict=None)
-    text = as_html(report)
-    assert "one layer" not in text
-    assert "<h1>llama</h1>" in text
+    assert [*picture_of_layer(report), *pictures_over_time(report)] == []
+    assert "<h1>llama</h1>" in as_html(report)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fxpar.capture.capture import capture
-from fxpar.cost import Assumed, Report, make_report
+from fxpar.cost import Report, ReportBasis, make_report
 from fxpar.cost.html import as_html
 from fxpar.manager import PassManager
 from fxpar.ops.lower import lower
@@ -30,8 +30,8 @@ def report_of(name: str, plan: Plan, memory: int | None = None) -> Report:
     captured = capture(case.model(), case.example(), plan, case.loss).program
     program = PassManager(DEFAULT_PASSES).run(captured)
     lowering = partial(lower, groups={axis: Group(axis, n) for axis, n in program.axes.items()})
-    assumed = Assumed(captured, memory, run_pipeline)
-    return make_report(program, counted_steps(program, lowering), name=name, device=CPU, assumed=assumed)
+    basis = ReportBasis((), captured, memory, run_pipeline)
+    return make_report(program, counted_steps(program, lowering), name=name, device=CPU, basis=basis)
 
 
 @pytest.fixture(scope="module")
