@@ -132,7 +132,7 @@ def short(group: tuple[int, ...]) -> str:
 
 # ---------------------------------------------------------------------- SVG
 
-_CELL, _HEIGHT, _LINE, _LETTER = 38, 23, 17, 7
+_CELL, _HEIGHT, _LINE, _LETTER = 35, 23, 17, 7
 _CELLS_PER_ROW, _CELL_ROWS, _LEGEND_LINES, _WIDE = 16, 24, 2, 1240
 # Worlds up to this size have short rows, so that all their panels are next to each other on a screen.
 _SMALL = 64
@@ -164,7 +164,7 @@ def svg(mesh: Mesh, names: Iterable[str], title: str) -> str:
             body += [f"<g transform='translate({x} {bottom})'>", *lines, "</g>"]
             heights.append(height)
         bottom += max(heights) + MARGIN
-    total = max(across * (width + MARGIN) + MARGIN, 8 * len(title) + 2 * MARGIN)
+    total = max(across * (width + MARGIN) + MARGIN, 10 * len(title) + 2 * MARGIN)
     return svg_page(total, bottom, title, notes, body)
 
 

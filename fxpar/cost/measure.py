@@ -292,9 +292,10 @@ class _Walk(fx.Interpreter):
             self.ledger.phase, self.ledger.module = phase, node_note.fqn
         self.ledger.restart()
         output = super().run_node(n)
-        if n.op == "call_function":
+        tensors = _tensors(output) if n.op == "call_function" else []
+        if tensors:  # numbers of the backward may stand in front of the forward
             self.live.append((self.ledger.phase, self.ledger.highest))
-            for tensor in _tensors(output):
+            for tensor in tensors:
                 storage = tensor.untyped_storage()
                 if has_note(n) and phase_of(n) == ONCE:
                     self._gathered[storage._cdata] = storage  # while it lives no other has its address

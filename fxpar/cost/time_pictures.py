@@ -119,7 +119,8 @@ def _phases(step: CountedStep) -> Iterator[str]:
     for phase in dict.fromkeys(phases):
         x = _LEFT + wide * phases.index(phase) / len(phases)
         yield f"<path d='M{x:.1f} 22V{y + 6}' class='limit'/>"
-        yield f"<text x='{x + 3:.1f}' y='{y + 14}' class='dim'>{escape(phase)} →</text>"
+        near, anchor = (x - 3, "end") if x > _WIDE - 100 else (x + 3, "start")
+        yield f"<text x='{near:.1f}' y='{y + 14}' text-anchor='{anchor}' class='dim'>{escape(phase)} →</text>"
     yield f"<text x='{_WIDE}' y='{y + 30}' text-anchor='end' class='dim'>operations in order</text>"
 
 
