@@ -130,10 +130,7 @@ def _of_rank(figures: Report, place: int, name: str, actions: Sequence[PipelineA
         yield event(_REST, "stored values", begin + action.end - length, length)
         for lane, node, at, seconds, args in _nodes(step, action, last[action.stage]):
             yield event(lane, node, start + at, seconds, **args)
-    end = begin + max(action.end for action in actions)
-    if figures.run is not None:
-        end = begin + figures.run.seconds
-    end += sum(step.times.after for step in steps.values())
+    end = begin + actions[-1].end + sum(step.times.after for step in steps.values())
     rank = figures.ranks[place * (len(figures.ranks) // ranks)]
     moved = 0 if figures.optimizer == "none" else rank.parameters + rank.gradients + rank.optimizer
     yield event(_REST, "optimizer", end, moved / next(iter(steps.values())).program.plan.cost.memory)

@@ -77,10 +77,6 @@ class PipelineRun:
         """Returns when the last action ends."""
         return max(action.end for actions in self.ranks for action in actions)
 
-    def busy(self, rank: int) -> float:
-        """Returns the seconds in which a rank runs something."""
-        return sum(action.end - action.start for action in self.ranks[rank])
-
 
 # Runs a pipeline whose stages take so many seconds for the forward and for the backward of a microbatch.
 RunPipeline = Callable[[Plan, Sequence[tuple[float, float]]], PipelineRun]
@@ -139,7 +135,7 @@ class Verdict:
         peak: the bytes that it needs.
         microbatches: of the step.
         seconds: of the step; None where `unknown` says why it is not known.
-        products: of these, on the rank that computes longest: matrix products and attention.
+        products: of these, on the rank that ends last: matrix products and attention.
         waits: for collectives that no product hides.
         stored: values that are written and read.
         optimizer: its state, parameters and gradients, which are read and written.
@@ -221,13 +217,17 @@ def verdict_of(
         run = run_pipeline(plan, [step.of_microbatch for step in steps])
     except ScheduleError as error:
         return replace(known, unknown=str(error)), None
-    rank = max(range(len(run.ranks)), key=lambda rank: run.busy(rank) + optimizers[rank])
-    stages = dict.fromkeys(action.stage for action in run.ranks[rank])
-    return _of_stages(known, [steps[stage] for stage in stages], optimizers[rank], run.seconds), run
+    ranks = [
+        _of_stages(
+            known, [steps[stage] for stage in dict.fromkeys(a.stage for a in actions)], optimizer, actions[-1].end
+        )
+        for actions, optimizer in zip(run.ranks, optimizers, strict=True)
+    ]
+    return max(ranks, key=lambda verdict: verdict.seconds or 0.0), run
 
 
 def _of_stages(known: Verdict, stages: Sequence[CountedStep], optimizer: float, seconds: float) -> Verdict:
-    """Returns the verdict of a rank that runs these stages, all microbatches of which end after some seconds."""
+    """Returns the verdict of a rank that runs these stages, whose last microbatch ends after some seconds."""
     count = known.microbatches
     computed = sum(length for step in stages for _, length in step.times.products.values())
     once = sum(step.once for step in stages)
