@@ -291,10 +291,12 @@ def speed_text(verdict: Verdict) -> str:
     if verdict.tokens_per_second is None:
         return "not known"
     text = f"{verdict.tokens_per_second:,.0f} tokens/s of {verdict.ranks} rank{'s' if verdict.ranks > 1 else ''}"
+    machine = verdict.machine
     if verdict.rate is not None:
-        text += f"; {verdict.rate / 1e12:,.1f} TFLOP/s a rank"
-    if verdict.mfu is not None and verdict.machine.flops is not None:
-        text += f", MFU {_share(verdict.mfu)} of the {verdict.machine.flops / 1e12:,.0f} of the {verdict.machine.name}"
+        most = "" if machine.flops is None else f" of {machine.flops / 1e12:,.0f}"
+        text += f"; {verdict.rate / 1e12:,.1f}{most} TFLOP/s a rank"
+    if verdict.mfu is not None:
+        text += f", MFU {_share(verdict.mfu)} ({machine.name})"
     return text
 
 

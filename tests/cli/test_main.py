@@ -11,7 +11,7 @@ from fxpar.cli import models
 from tests.cli.tool import fxpar
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("trace", "passes", "run", "diff", "verify", "bisect", "explain", "comm", "groups", "schedule")
+COMMANDS = ("trace", "passes", "run", "diff", "verify", "bisect", "explain", "comm", "timeline", "groups", "schedule")
 
 
 def python(*words: str) -> subprocess.CompletedProcess[str]:

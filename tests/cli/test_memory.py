@@ -169,3 +169,22 @@ def test_comm_and_report_count_what_is_sent_again(tmp_path: Path) -> None:
     assert fxpar("comm", *words, "--json").document["totals"]["recompute"]["count"] == 1
     again = [c for c in fxpar("report", *words, "--json").document["collectives"] if c["phase"] == "recompute"]
     assert [(c["op"], c["count"]) for c in again] == [("all_reduce", 1)]
+
+
+def test_a_report_that_does_not_fit_says_so_and_has_pictures(small: str, tmp_path: Path) -> None:
+    page = tmp_path / "sub" / "page.html"
+    words = ("report", f"{small}:build", *HALVES, "--html", str(page))
+    result = fxpar(*words, "--memory", "1KiB")
+    assert result.status == 1
+    assert "does not fit: rank 0 needs" in " ".join(result.out.split())
+    text = page.read_text()
+    assert [title in text for title in ('<h2 id="memory-over-time">', '<h2 id="groups-of-ranks">')] == [True, True]
+    assert 'class="misses"' in text
+    assert "one layer" not in text  # no module has a number
+    fits = fxpar(*words[:-2], "--memory", "1GiB", "--json")
+    assert fits.status == 0
+    assert fits.document["verdict"]["fits"] is True
+    assert fits.document["verdict"]["machine"]["memory"] == 2**30
+    refused = fxpar(*words[:-2], "--memory", "much")
+    assert refused.status == 2
+    assert "is no size" in refused.err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import replace
-from functools import cache
 from xml.etree import ElementTree
 
 import pytest
@@ -26,10 +25,8 @@ from fxpar.cost.time_pictures import memory_over_time, memory_svg, pictures_over
 from fxpar.cost.verdict import CountedStep, PipelineAction, PipelineRun
 from fxpar.ir.program import ScalarType, note
 from fxpar.plan.plan import Plan
-from tests.cost.test_report import Page
-from tests.cost.test_report import report_of as _report_of
+from tests.cost.test_report import Page, report_of
 
-report_of = cache(_report_of)
 SEQUENCE, PIPELINE = Plan(tp=4, sequence_parallel=True), Plan(tp=2, pp=2, microbatches=4)
 SVG = "{http://www.w3.org/2000/svg}"
 

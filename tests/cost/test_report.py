@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from html.parser import HTMLParser
 
 import pytest
@@ -25,6 +25,7 @@ from tests.zoo import CASES
 CPU = torch.device("cpu")
 
 
+@cache
 def report_of(name: str, plan: Plan, memory: int | None = None) -> Report:
     case = CASES[name]
     captured = capture(case.model(), case.example(), plan, case.loss).program

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
@@ -12,9 +11,7 @@ from fxpar.cost.verdict import PEAK_FLOPS, Machine, Verdict, fit_text, machine_o
 from fxpar.pipeline.compiler.partition import run_pipeline
 from fxpar.plan.cost import Cost
 from fxpar.plan.plan import Plan
-from tests.cost.test_report import report_of as _report_of
-
-report_of = cache(_report_of)
+from tests.cost.test_report import report_of
 
 
 def verdict_of(name: str, plan: Plan, memory: int | None = None) -> Verdict:
