@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fxpar.cost.seconds import Travel, estimates, travels
+from fxpar.cost.seconds import Travel, estimates, step_times, travels
 from fxpar.ir.program import Program, note, set_note
 from fxpar.passes.overlap import overlap
 from fxpar.text.parsing import parse_program
@@ -130,3 +130,29 @@ return w1=%w1, w2=%w2
     assert times(travels(program)) == [("w1", (), pytest.approx(_SUM / 2)), last]
     program.node("p1").append(program.node("w1"))
     assert times(travels(program)) == [("w1", ("p2",), pytest.approx(_SUM / 2 - _PRODUCT)), last]
+
+
+def test_what_passes_once_a_step_is_apart_wherever_it_stands() -> None:
+    """Kernels that nothing hides, one behind its product and one at the end: both are of no microbatch."""
+    text = f"""\
+fxpar 2
+plan {{"tp": 2, {_COST.replace('"hidden": 1.0', '"hidden": 0.0')}}}
+properties canonical collectives layouts local step
+%h = input["h"] : {_SQUARE} tp:S(0)
+%c = input["c"] : {_SQUARE} tp:S(1)
+%p0 = aten.mm.default(%c, %h) : {_SQUARE} tp:P
+%p1 = aten.mm.default(%c, %h) : {_SQUARE} tp:P {{phase=backward}}
+%w1 = fxpar.reduce_scatter[tp](%p1) : {_SQUARE} tp:P→S(0) {{phase=parameter}}
+%p2 = aten.mm.default(%c, %h) : {_SQUARE} tp:P {{phase=backward}}
+%w2 = fxpar.reduce_scatter[tp](%p2) : {_SQUARE} tp:P→S(0) {{phase=parameter}}
+return p0=%p0, w1=%w1, w2=%w2
+"""
+    step = step_times(parse_program(text))
+    assert step.before == 0
+    assert step.forward == pytest.approx(_PRODUCT)
+    assert step.after == pytest.approx(_SUM)
+    assert list(step.of_microbatch) == pytest.approx([_PRODUCT, 2 * _PRODUCT])
+    assert step.seconds == pytest.approx(3 * _PRODUCT + _SUM)
+    starts = {name: start for name, (start, _) in step.products.items()}
+    assert starts == {"p0": 0, "p1": pytest.approx(_PRODUCT), "p2": pytest.approx(2 * _PRODUCT + _SUM / 2)}
+    assert [travel.start for travel in step.travels] == pytest.approx([2 * _PRODUCT, 3 * _PRODUCT + _SUM / 2])

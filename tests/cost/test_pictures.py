@@ -65,6 +65,14 @@ def test_bytes_and_seconds_are_those_of_comm(plan: Plan) -> None:
     hiding = [row for row in rows if row.beside]
     assert hiding
     assert all(row.exposed < row.seconds for row in hiding)
+    root = ElementTree.fromstring(layer_svg(rows, layer, step.program.axes))
+    bars = {
+        kind: [float(bar.get("width", 0)) for bar in root.iter(f"{SVG}rect") if bar.get("class") == kind]
+        for kind in ("hidden", "waits")
+    }
+    sending = [row for phase in ("forward", "backward") for row in rows if row.travels and row.phase == phase]
+    for row, hidden, waits in zip(sending, bars["hidden"], bars["waits"], strict=True):
+        assert hidden / (hidden + waits) == pytest.approx(1 - row.exposed / row.seconds, abs=1e-2)
 
 
 def test_what_ranks_hold_is_said_by_letter_colour_and_pattern() -> None:

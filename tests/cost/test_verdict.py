@@ -116,3 +116,16 @@ def test_the_report_leads_with_it() -> None:
     document = report.to_dict()
     assert document["verdict"]["fits"] is True
     assert "steps" not in document
+
+
+@pytest.mark.parametrize(("name", "times"), [("gpt2", 1.25), ("vit", 2.5)])
+def test_the_backward_of_attention_takes_five_products_of_which_a_mask_hides_half(name: str, times: float) -> None:
+    """A forward has two products, and is counted whole."""
+    (step,) = report_of(name, Plan(tp=2, cost=Cost(multiprocessors=1))).steps
+    seconds: dict[str, set[float]] = {"attention_forward": set(), "attention_backward": set()}
+    for node in step.program.graph.nodes:
+        if str(node.target).removeprefix("fxpar.") in seconds:
+            seconds[str(node.target).removeprefix("fxpar.")].add(step.times.products[node.name][1])
+    (forward,), (backward,) = seconds.values()
+    assert backward == pytest.approx(times * forward)
+    assert forward > 0
