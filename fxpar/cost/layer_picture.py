@@ -186,9 +186,9 @@ def _beside(row: LayerRow) -> str:
 
 # ---------------------------------------------------------------------- SVG
 
-_WIDE, _GAP, _LINE, _LANE = 570, 20, 25, 20
+_WIDE, _GAP, _LINE, _LANE = 575, 10, 25, 20
 _CHIP, _CHIPS = 46, 2  # width of what says a placement, and how many there is room for
-_TYPE, _FIRST_CHIP, _END = 292, 412, 562
+_TYPE, _FIRST_CHIP, _END = 288, 424, 570
 _LETTERS = 40  # of what stands in front of the type
 # Colours and patterns are those of the page's style sheet; letters say the same.
 PATTERNS = (
