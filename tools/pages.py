@@ -1,4 +1,4 @@
-"""Writes the pages of docs/ that follow from the source: passes, options of the plan, commands and errors.
+"""Writes what of docs/ follows from the source: pages of passes, options, commands and errors, and a picture.
 
     python tools/pages.py    # run it after a change to a contract, a docstring of an option, a flag or an error
 
@@ -7,10 +7,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import io
 import itertools
 import re
+import tempfile
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +22,7 @@ from typing import Any
 import typer
 
 from fxpar import errors
-from fxpar.cli.main import _application
+from fxpar.cli.main import _application, main
 from fxpar.cli.output import status_of
 from fxpar.cli.plan_flags import _documentation, plan_flags
 from fxpar.errors import FxparError
@@ -239,14 +242,40 @@ def error_classes() -> list[type[FxparError]]:
     return [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, FxparError)]
 
 
+# ---------------------------------------------------------------------- pictures
+
+_LAYER = "hf:gpt2,n_layer=3,n_embd=1536,n_head=16,n_inner=6144,vocab_size=50304,n_positions=1024"
+_PLAN = "--tp 2 --sequence-parallel --compile --precision bf16_weights --size b=8 --size s=1024"
+
+
+def layer_picture() -> str:
+    """Returns the forward of a layer as fxpar's report draws it, as a picture by itself."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        page = Path(folder) / "report.html"
+        assert main(["report", _LAYER, *_PLAN.split(), "--html", str(page)]) == 0
+        text = page.read_text()
+    (style,) = re.findall(r"<style>.*?</style>", text, re.DOTALL)
+    drawn = re.search(r"<svg xmlns=[^>]*>(.*?)</svg>", text, re.DOTALL)
+    assert drawn is not None, "the report draws a layer"
+    head, forward, *_ = drawn[1].split("<g transform='translate(")
+    boxes = re.findall(r"<rect x='([\d.]+)' y='(\d+)' width='([\d.]+)' height='(\d+)'", forward)
+    wide = max(float(x) + float(width) for x, _, width, _ in boxes)
+    tall = max(int(y) + int(height) for _, y, _, height in boxes)
+    frame = f"x='-12' y='-8' width='{wide + 24:.0f}' height='{tall + 16}'"
+    opening = f"<svg xmlns='http://www.w3.org/2000/svg' class='picture' viewBox='-12 -8 {wide + 24:.0f} {tall + 16}'>"
+    parts = [opening, style, head.strip(), f"<rect {frame} fill='var(--back)'/>"]
+    return "\n".join([*parts, f"<g transform='translate({forward.strip()}", "</svg>", ""])
+
+
 PAGES: Mapping[Path, Callable[[], str]] = {
     _DOCS / "dev" / "passes.md": passes_page,
     _DOCS / "plan-options.md": options_page,
     _DOCS / "commands.md": commands_page,
     _DOCS / "errors.md": errors_page,
 }
+PICTURES: Mapping[Path, Callable[[], str]] = {_DOCS / "pictures" / "layer.svg": layer_picture}
 
 
 if __name__ == "__main__":
-    for path, page in PAGES.items():
+    for path, page in {**PAGES, **PICTURES}.items():
         path.write_text(page())

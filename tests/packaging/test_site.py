@@ -52,6 +52,12 @@ def test_written_pages_equal_their_sources(path: Path) -> None:
     assert path.read_text() == pages.PAGES[path](), "run python tools/pages.py"
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("path", pages.PICTURES, ids=lambda path: str(path.name))
+def test_pictures_are_those_that_fxpar_draws(path: Path) -> None:
+    assert path.read_text() == pages.PICTURES[path](), "run python tools/pages.py"
+
+
 def test_every_option_command_and_error_has_an_entry() -> None:
     options = (_DOCS / "plan-options.md").read_text()
     assert [flag.name for flag in plan_flags() if f"flag `{flag.name}" not in options] == []
