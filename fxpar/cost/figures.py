@@ -454,6 +454,8 @@ def _collectives(report: Report) -> Section:
         return Section("collectives of a step", notes=("None.",))
     total = Traffic.summed("", "all", "", "", report.collectives)
     notes = ["Bytes are those of the whole values: what an all-gather yields, a reduction takes in."]
+    if (count := report.plan.get("microbatches", 1)) > 1:
+        notes.append(f"Of one of {count} microbatches, which all send what is not of the phase parameter.")
     if total.copied:
         notes.append(f"Copies go into {amount(report.copied_into)} of each rank's memory.")
     if total.one_shot:

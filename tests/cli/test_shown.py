@@ -113,6 +113,7 @@ def test_microbatches_count_a_whole_step() -> None:
     once = one["parameter"]
     for key in ("count", "bytes"):
         assert three["3 microbatches"][key] == 3 * (one["all"][key] - once[key]) + once[key]
+    assert "Of one of 3 microbatches" in fxpar("report", *words[1:-1], "--microbatches", "3").out
 
 
 def test_microbatches_limit_what_is_in_flight() -> None:
