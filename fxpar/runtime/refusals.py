@@ -218,6 +218,11 @@ class Unwrappable(nn.Module):
         "would move and wrap a module that its ranks already share",
         "leave the model out; in place of transformers' Trainer take fxpar.Trainer, with the author's model",
     )
+    _hf_hook = _attribute(
+        "accelerate's save_model",
+        "would write one rank's parts, as its hooks would move them",
+        "call save_checkpoint(folder) or save_training(folder, …) on all ranks",
+    )
     _initialize_hook = _attribute(
         "torch.compile", "the module's programs are compiled by itself", "pass fxpar.Plan(compile=True)"
     )
