@@ -29,11 +29,9 @@ from fxpar.capture.prepared_model import cast_parameters
 from fxpar.cli.models import (
     SAMPLES,
     LoadedModel,
-    OpenedFiles,
-    file_states,
-    is_any_young,
     is_built,
     load_model,
+    module_states,
     rows_of,
     trace_key,
     user_code,
@@ -234,33 +232,23 @@ def open_start(ui: Ui, request: Request, *, needs_values: bool = False) -> Start
         refuse_flags(request)
         path = Path(request.model)
         return Start(read_text(path), request.model, path=path)
-    opened = OpenedFiles()
     with without_collections():
-        with opened:
-            loaded = open_model(ui, request)
-        folder = traces_folder() if request.cache else None
-        key = trace_key(loaded, request.plan, opened) if folder is not None else None
-        stored = None
+        loaded = open_model(ui, request)
+        folder = traces_folder() if request.cache and is_built(request.model) else None
+        words = (request.model, request.batch, request.seq, request.train)
+        key = trace_key(words, request.plan) if folder is not None else None
         if folder is not None and key is not None and not (needs_values and loaded.has_memory):
             stored = find_trace(folder, key)
-        if stored is not None:
-            program = stored.program(str(folder))
-            return Start(program, request.model, loaded=loaded, how=stored.how, unwalked=stored.unwalked)
-        with opened, ui.working(f"capturing {request.model}"):
+            if stored is not None:
+                trace, program = stored
+                return Start(program, request.model, loaded=loaded, how=trace.how, unwalked=trace.unwalked)
+        with ui.working(f"capturing {request.model}"):
             captured = capture_differentiable(loaded.model, loaded.batch, request.plan, loaded.loss)
         if folder is not None and key is not None:
-            _store(ui, folder, key, captured, opened)
+            refusal = store_trace(folder, key, captured.program, captured.how, captured.unwalked, module_states())
+            if refusal:
+                ui.warn(f"{folder}: the trace cannot be left here: {refusal}; give --no-cache, or set XDG_CACHE_HOME")
     return Start(captured.program, request.model, captured, loaded, how=captured.how, unwalked=captured.unwalked)
-
-
-def _store(ui: Ui, folder: Path, key: str, captured: Captured, opened: OpenedFiles) -> None:
-    """Leaves a trace on disk, with the files that were read since the process began."""
-    files = file_states(opened)
-    if is_any_young(files):
-        return
-    refusal = store_trace(folder, key, captured.program, captured.how, captured.unwalked, files)
-    if refusal:
-        ui.warn(f"{folder}: the trace cannot be left here: {refusal}; give --no-cache, or set XDG_CACHE_HOME")
 
 
 def compared(ui: Ui, start: Start) -> tuple[str, ...]:

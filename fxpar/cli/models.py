@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import functools
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -387,154 +387,37 @@ def _class_of(transformers: Any, config: Any) -> tuple[Any, bool]:
     return (entry[0] if isinstance(entry, tuple) else entry), False
 
 
-# What a trace depends on, as one key for traces on disk. Loading a model runs the user's code anew each time; what that
-# can read is in the key: the source of modules, files that Python code opens, variables of the environment, versions,
-# and the words of the command. So is what came out of it: the model's attributes and the example.
+# What a trace of `hf:TYPE` depends on, as one key for traces on disk. Code of the user's own has no key: what it reads
+# (files by native code, modules that are not there yet) nobody can list.
 
 # Of the shell and the terminal; they change from call to call.
 _OF_THE_SHELL = frozenset({"_", "SHLVL", "PWD", "OLDPWD", "COLUMNS", "LINES"})
 # A file that is younger may be another one than the process has imported.
 _STARTED = time.time_ns()
-# Transformers notes Python's hash of a text, which each process salts.
-_SALTED = "_original_object_hash"
-_SMALL = 1 << 16  # bytes of a tensor whose values count
 
 
-@dataclass
-class OpenedFiles:
-    """Names of files that Python code opens, while active.
-
-    Attributes:
-        names: absolute paths.
-    """
-
-    names: set[str] = field(default_factory=set)
-
-    def __enter__(self) -> None:
-        _watched().append(self)
-
-    def __exit__(self, *_: object) -> None:
-        _watched().remove(self)
-
-
-@functools.cache
-def _watched() -> list[OpenedFiles]:
-    """Returns who is told of files; an audit hook cannot be removed again, so that there is one for all."""
-    active: list[OpenedFiles] = []
-
-    def note(event: str, args: tuple[Any, ...]) -> None:
-        if event == "open" and active and isinstance(args[0], (str, bytes)) and not {*"wax"} & {*str(args[1])}:
-            for one in active:
-                one.names.add(os.path.abspath(os.fsdecode(args[0])))
-
-    sys.addaudithook(note)
-    return active
-
-
-def trace_key(loaded: LoadedModel, plan: Plan, opened: OpenedFiles) -> str | None:
-    """Returns the key of a model's trace; None where there is no sound one, as a file changed while this process ran.
+def trace_key(words: tuple[Any, ...], plan: Plan) -> str | None:
+    """Returns the key of a model's trace; None where a file of fxpar changed while this process ran.
 
     Args:
-        loaded: the model, in the plan's precision.
-        opened: while it was loaded.
+        words: of the command line that name the model, its mode and its example.
     """
-    files = {name: state for name, state in file_states(opened).items() if not _is_installed(name)}
     package = Path(__file__).parents[1]
-    sources = {str(path) for folder in (package, package / "passes") for path in folder.rglob("*.py")}
-    files |= {name: state_of(name, is_installed=False) for name in sources}
-    if is_any_young(files):
+    sources = sorted(str(path) for folder in (package, package / "passes") for path in folder.rglob("*.py"))
+    if any(os.stat(name).st_mtime_ns >= _STARTED for name in sources):
         return None
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_THE_SHELL}
-    versions = (sys.version, sys.prefix, torch.__version__, torch.version.git_version)
-    digest = hashlib.sha256()
-    for part in (versions, sorted(environment.items()), sorted(files.items()), loaded.name, plan.to_yaml()):
-        digest.update(repr(part).encode())
-    try:
-        for line in _described((loaded.model, loaded.batch, loaded.loss), {}):
-            digest.update(line.encode() + b"\n")
-    except RecursionError:  # attributes in attributes
-        return None
-    return digest.hexdigest()
+    states = [state_of(name, is_installed=False) for name in sources]
+    environment = sorted((name, value) for name, value in os.environ.items() if name not in _OF_THE_SHELL)
+    # All that is installed: transformers imports other kernels where it finds them.
+    installed = sorted(f"{one.metadata['Name']} {one.version}" for one in importlib.metadata.distributions())
+    versions = (sys.version, sys.prefix, sys.flags, torch.__version__, torch.version.git_version, installed)
+    text = repr((versions, environment, sources, states, words, plan.to_yaml()))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def file_states(opened: OpenedFiles) -> dict[str, str]:
-    """Returns the states of all files that modules were imported from, besides fxpar's, and that were opened."""
+def module_states() -> dict[str, str]:
+    """Returns size and time of all files that modules were imported from, besides fxpar's."""
     modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "fxpar"]
     files = [getattr(module, "__file__", None) for module in modules]
     names = {os.path.abspath(name) for name in files if isinstance(name, str)}
-    names |= {name for name in opened.names if not name.startswith(("/proc/", "/sys/", "/dev/")) and _counts(name)}
-    return {name: state_of(name, is_installed=_is_installed(name)) for name in sorted(names)}
-
-
-def _counts(name: str) -> bool:
-    # Bytecode follows the source.
-    return not name.endswith(".pyc") and not os.path.isdir(name)
-
-
-def is_any_young(names: Iterable[str]) -> bool:
-    """Returns whether a file may be another one than this process has read."""
-    for name in names:
-        with contextlib.suppress(OSError):
-            if os.stat(name).st_mtime_ns >= _STARTED:
-                return True
-    return False
-
-
-def _is_installed(name: str) -> bool:
-    parts = Path(name).parts
-    return "site-packages" in parts or "dist-packages" in parts or name.startswith(f"{sys.base_prefix}/lib/")
-
-
-def _described(value: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[str]:
-    """Yields lines that tell a value from others: plain ones by themselves, tensors by type and shape, objects by class
-    and attributes. What occurs again is named by its number.
-    """
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
-        yield repr(value)
-        return
-    if id(value) in seen:
-        yield f"as {seen[id(value)][0]}"
-        return
-    seen[id(value)] = len(seen), value  # it must stay alive for its identity to mean something
-    kind = type(value)
-    yield f"{kind.__module__}.{kind.__qualname__}"
-    if isinstance(value, Tensor):
-        yield f"{value.shape} {value.dtype} {value.device} {value.requires_grad} {value.layout}"
-        if not value.is_meta and value.layout is torch.strided:
-            yield f"{value.stride()}"
-            if value.numel() * value.element_size() <= _SMALL:
-                yield f"{value.detach().cpu().tolist()}"
-        return
-    if isinstance(value, ModuleType):
-        yield value.__name__
-        return
-    if isinstance(value, (type, FunctionType)):
-        yield f"{value.__module__}.{value.__qualname__}"
-    for part in _parts_of(value):
-        yield from _described(part, seen)
-    if isinstance(value, (set, frozenset)):
-        yield from sorted("\n".join(_described(entry, dict(seen))) for entry in value)
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        yield from _described(vars(value), seen)
-
-
-def _parts_of(value: Any) -> list[Any]:
-    """Returns what a container holds, and what a function has of its own."""
-    if isinstance(value, Mapping):
-        return [part for entry in value.items() if entry[0] != _SALTED for part in entry]
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    if isinstance(value, FunctionType):
-        return [value.__defaults__, value.__kwdefaults__, *map(_contents, value.__closure__ or ())]
-    if isinstance(value, MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
-    return []
-
-
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the variable has no value yet
-        return ...
+    return {name: state_of(name, is_installed=True) for name in sorted(names)}

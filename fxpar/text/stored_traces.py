@@ -45,10 +45,6 @@ class StoredTrace:
     unwalked: str
     files: Mapping[str, str]
 
-    def program(self, where: str) -> Program:
-        """Returns the program of the text."""
-        return parse_program(self.text, where=where)
-
 
 def traces_folder() -> Path | None:
     """Returns the folder of all entries, which need not be there yet; None for a user without a home."""
@@ -70,7 +66,7 @@ def state_of(path: str, *, is_installed: bool) -> str:
         return "none"
 
 
-def find_trace(folder: Path, key: str) -> StoredTrace | None:
+def find_trace(folder: Path, key: str) -> tuple[StoredTrace, Program] | None:
     """Returns the entry of a key; None where there is no sound one, or a file that it depends on is another by now."""
     path = folder / f"{key}.trace"
     try:
@@ -79,14 +75,16 @@ def find_trace(folder: Path, key: str) -> StoredTrace | None:
         return None
     if hashlib.sha256(body).hexdigest().encode() != digest:  # cut off, or changed since
         return None
-    entry = StoredTrace(**json.loads(body))
-    for name, state in entry.files.items():
-        is_installed = " " in state
-        if state_of(name, is_installed=is_installed) != state:
+    try:
+        entry = StoredTrace(**json.loads(body))
+        if any(state_of(name, is_installed=" " in state) != state for name, state in entry.files.items()):
             return None
+        program = parse_program(entry.text, where=str(path))
+    except (FxparError, ValueError, TypeError, AttributeError, LookupError):  # of another hand than `store_trace`
+        return None
     with contextlib.suppress(OSError):
         os.utime(path)  # the oldest go first
-    return entry
+    return entry, program
 
 
 def store_trace(

@@ -1,10 +1,9 @@
 """A trace on disk is taken where everything that it was made of is the same, and never otherwise."""
 
+import hashlib
 import json
 import os
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,32 +16,6 @@ from fxpar.text.stored_traces import MOST_ENTRIES, find_trace, state_of, store_t
 from tests.captures import captured_each_time
 from tests.cli.tool import TINY, Result, fxpar
 
-MODEL = """
-import json
-import os
-import pathlib
-
-import torch
-from torch import nn
-
-from cached_helper import FACTOR
-
-class Small(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.fc, self.proj = nn.Linear(12, width), nn.Linear(width, 12)
-
-    def forward(self, x):
-        extra = json.loads(HERE.joinpath("forward.json").read_text())
-        return self.proj(self.fc(x) * FACTOR * extra * float(os.environ.get("CACHED_SCALE", "1")))
-
-HERE = pathlib.Path(__file__).parent
-
-def build():
-    width = json.loads(HERE.joinpath("width.json").read_text())
-    return Small(width), {"x": torch.randn(4, 5, 12)}, lambda outputs, batch: outputs.square().mean()
-"""
-CONTENTS = {"cached_model.py": MODEL, "cached_helper.py": "FACTOR = 0.5", "width.json": "20", "forward.json": "0.25"}
 OLD = 1_700_000_000  # seconds of 2023, long before this process
 
 
@@ -54,11 +27,8 @@ def no_capture_is_shared() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Files of a model that were there before this process, and an empty cache."""
+    """An empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(models, "_STARTED", time.time_ns())  # after the files of other tests
-    for name, text in CONTENTS.items():
-        put(tmp_path / name, text)
     return tmp_path
 
 
@@ -81,11 +51,9 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def call(folder: Path, *words: str, command: str = "trace") -> Result:
-    """The outcome of a command as in a process of its own: nothing of the model is imported yet."""
-    for name in ("cached_model", "cached_helper"):
-        sys.modules.pop(name, None)
-    result = fxpar(command, f"{folder}/cached_model.py:build", *words)
+def call(*words: str, command: str = "trace") -> Result:
+    """The outcome of a command on the smallest model."""
+    result = fxpar(command, TINY, *words)
     assert result.status == 0, result.err
     return result
 
@@ -97,9 +65,9 @@ def entries(folder: Path) -> list[Path]:
 def test_commands_share_a_trace_and_say_the_same_as_without_it(folder: Path, traced: list[int]) -> None:
     for command in ("comm", "memory", "trace"):
         words = ("--tp", "2", "--json")
-        cold = call(folder, *words, "--no-cache", command=command)
+        cold = call(*words, "--no-cache", command=command)
         for _ in range(2):
-            assert call(folder, *words, command=command).out == cold.out
+            assert call(*words, command=command).out == cold.out
     assert len(traced) == 3 + 1
     assert len(entries(folder)) == 1
 
@@ -114,55 +82,75 @@ def test_a_model_on_meta_is_reported_from_disk(folder: Path, traced: list[int]) 
     assert len(traced) == 2
 
 
-CHANGES = {
-    "source": ("cached_model.py", MODEL.replace("square()", "abs()")),
-    "imported module": ("cached_helper.py", "FACTOR = 0.7"),
-    "what the function reads": ("width.json", "24"),
-    "what the forward reads": ("forward.json", "0.75"),
-}
+MODEL = """
+import torch
+
+def build():
+    return torch.nn.Linear(12, 12), torch.randn(4, 5, 12), lambda outputs, batch: outputs.square().mean()
+"""
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_file_is_traced_anew(folder: Path, traced: list[int], change: str) -> None:
-    before = call(folder).out
-    name, text = CHANGES[change]
-    put(folder / name, text, age=7)
-    after = call(folder).out
-    assert after != before
-    assert after == call(folder, "--no-cache").out
-    for name in CONTENTS:
-        put(folder / name, CONTENTS[name])
-    assert call(folder).out == before
-    assert len(traced) <= 4
+def test_nothing_of_the_users_own_code_is_kept(folder: Path, traced: list[int]) -> None:
+    """What it reads nobody can list: files by native code, modules that are not there yet."""
+    put(folder / "own_model.py", MODEL)
+    for _ in range(2):
+        assert fxpar("trace", f"{folder}/own_model.py:build").status == 0
+    assert len(traced) == 2
+    assert entries(folder) == []
 
 
-@pytest.mark.parametrize("words", [("--eval",), ("--tp", "2")])
+@pytest.mark.parametrize("words", [("--eval",), ("--tp", "2"), ("--seq", "8")])
 def test_another_mode_or_plan_is_another_trace(folder: Path, traced: list[int], words: tuple[str, ...]) -> None:
-    call(folder)
-    assert call(folder, *words).out == call(folder, *words, "--no-cache").out
+    call()
+    assert call(*words).out == call(*words, "--no-cache").out
     assert len(traced) == 3
 
 
-def test_the_environment_counts(folder: Path, traced: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    before = call(folder).out
-    monkeypatch.setenv("CACHED_SCALE", "3")
-    assert call(folder).out != before
+@pytest.mark.parametrize("change", ["environment", "installed", "fxpar"])
+def test_what_a_trace_depends_on_counts(
+    folder: Path, traced: list[int], monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    call()
+    if change == "environment":
+        monkeypatch.setenv("CACHED_SCALE", "3")
+    elif change == "installed":  # transformers takes other kernels where it finds them
+        monkeypatch.setattr("importlib.metadata.distributions", lambda: [])
+    else:
+        monkeypatch.setattr(models, "state_of", lambda name, *, is_installed: "another")
+    call()
     assert len(traced) == 2
 
 
-def test_a_file_that_changes_while_the_process_runs_is_not_stored(folder: Path, traced: list[int]) -> None:
-    put(folder / "cached_helper.py", "FACTOR = 0.9", age=-OLD)
+def test_a_file_of_fxpar_that_changes_while_the_process_runs_ends_the_cache(
+    folder: Path, traced: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "_STARTED", 0)
     for _ in range(2):
-        call(folder)
+        call()
     assert len(traced) == 2
     assert entries(folder) == []
+
+
+FORGED = ["[]", "{}", "no JSON", '{"text": 1, "how": "", "unwalked": "", "files": {}}']
+FORGED += [
+    '{"text": "fxpar", "how": "", "unwalked": "", "files": []}',
+    '{"text": "", "how": "", "unwalked": "", "files": {}}',
+]
+FORGED += ['{"text": "", "how": "", "unwalked": "", "files": {"a": 1}, "more": 2}']
+
+
+@pytest.mark.parametrize("body", FORGED)
+def test_an_entry_of_another_hand_is_none(tmp_path: Path, body: str) -> None:
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    (tmp_path / "key.trace").write_text(f"{digest}\n{body}")
+    assert find_trace(tmp_path, "key") is None
 
 
 def test_no_cache_reads_and_leaves_nothing(folder: Path, traced: list[int]) -> None:
-    call(folder, "--no-cache")
+    call("--no-cache")
     assert entries(folder) == []
-    call(folder)
-    call(folder, "--no-cache")
+    call()
+    call("--no-cache")
     assert len(traced) == 3
 
 
@@ -177,30 +165,30 @@ def damaged(text: bytes) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("how", damaged(b""))
 def test_a_damaged_entry_is_replaced(folder: Path, traced: list[int], how: str) -> None:
-    before = call(folder).out
+    before = call().out
     (entry,) = entries(folder)
     sound = entry.read_bytes()
     entry.write_bytes(damaged(sound)[how])
-    assert call(folder).out == before
+    assert call().out == before
     assert entry.read_bytes() == sound
     assert len(traced) == 2
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "cache").write_text("a file")
-    warned = call(folder).err
+    warned = call().err
     assert "the trace cannot be left here: " in warned
     assert "--no-cache" in warned
-    assert call(folder, "--no-cache").err == ""
+    assert call("--no-cache").err == ""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "other"))
-    assert call(folder).err == ""
+    assert call().err == ""
 
 
 def test_a_user_without_a_home_has_no_traces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     assert traces_folder() is None
-    assert call(folder).err == ""
+    assert call().err == ""
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(folder))
@@ -251,6 +239,6 @@ def test_a_changed_dependency_of_an_entry_is_seen(tmp_path: Path) -> None:
 
 
 def test_an_entry_is_text(folder: Path) -> None:
-    call(folder)
+    call()
     (entry,) = entries(folder)
     assert set(json.loads(entry.read_bytes().partition(b"\n")[2])) == {"text", "how", "unwalked", "files"}
