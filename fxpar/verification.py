@@ -140,7 +140,11 @@ def need_memory(model: nn.Module) -> None:
     """
     meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if meta is not None:
-        raise InputError("has no values: the model is on the meta device", where=meta, remedy="use level static")
+        raise InputError(
+            "has no values: the model is on the meta device",
+            where=meta,
+            remedy="give it values; verify proves the rest at level static",
+        )
 
 
 # Bisection: a pass is at fault where a static check rejects its result, or where values change beyond tolerance.

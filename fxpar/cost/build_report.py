@@ -42,8 +42,16 @@ from fxpar.cost.parameter_memory import (
 )
 from fxpar.cost.reasons import parameter_cuts, remarks, whole_matrices, without_rule
 from fxpar.cost.seconds import step_times
-from fxpar.cost.stage_cut_points import in_flight, stage_shares
-from fxpar.cost.verdict import CountedStep, RunPipeline, machine_of, stored_seconds, verdict_notes, verdict_of
+from fxpar.cost.stage_cut_points import stage_shares
+from fxpar.cost.verdict import (
+    CountedStep,
+    RunPipeline,
+    machine_of,
+    stages_in_flight,
+    stored_seconds,
+    verdict_notes,
+    verdict_of,
+)
 from fxpar.cost.work import work_of
 from fxpar.errors import CheckFailed, InputError, shown
 from fxpar.ir.program import Parameter, Program, note, operands, output_types
@@ -133,7 +141,7 @@ def make_report(
     ]
     if len(reports) == 1:
         return _with_verdict(replace(reports[0], remarks=noted), program, basis)
-    lines = stage_lines(program, reports, all_sizes)
+    lines = stage_lines(program, reports, all_sizes, basis.run_pipeline)
     report = replace(
         joined(reports, lines, program.plan),
         passes=_passes(program),
@@ -407,18 +415,13 @@ def _model_size(program: Program, share: float) -> ModelSize:
 # ---------------------------------------------------------------------- pipelines
 
 
-def stage_lines(program: Program, reports: Sequence[Report], sizes: Mapping[str, int]) -> tuple[StageLine, ...]:
-    """Returns a line for each stage.
-
-    Args:
-        reports: the figures of each.
-    """
-    plan, lines = program.plan, []
+def stage_lines(
+    program: Program, reports: Sequence[Report], sizes: Mapping[str, int], run_pipeline: RunPipeline | None
+) -> tuple[StageLine, ...]:
+    """Returns a line for each stage, of which the reports have the figures. ScheduleError as of `stages_in_flight`."""
+    lines, places = [], stages_in_flight(program.plan, run_pipeline)
     for share, report in zip(stage_shares(program, sizes), reports, strict=True):
-        rank, memory = share.stage % plan.pp, report.ranks[0]
-        flying = in_flight(plan.pp, plan.virtual_stages, rank)[share.stage // plan.pp]
-        if plan.microbatches > 1:  # with one, `train_step` takes lists of any number
-            flying = min(flying, plan.microbatches)
+        memory, (rank, flying) = report.ranks[0], places[share.stage]
         received = share.received
         lines.append(
             StageLine(

@@ -203,8 +203,7 @@ class StageLine:
         elements: of its parameters; what two stages hold is counted by both.
         optimizer: state for the gradients.
         activations: what a microbatch keeps for its backward, with what the stage received.
-        in_flight: microbatches that keep it at the peak of 1F1B, interleaved where ranks have several stages; no more
-            than the plan has, where it says how many.
+        in_flight: microbatches that keep it where its rank keeps most, by the plan's schedule.
         received: what crosses the cut in front of it.
     """
 
@@ -431,7 +430,7 @@ def _stages(report: Report) -> list[Section]:
         if sum(shares)
         else "No matrix products.",
         "With the parameters come gradients and optimizer state. Activations: microbatches in flight at the peak of "
-        "1F1B (interleaved where ranks have several stages) times what one keeps, what was received included.",
+        "the schedule times what one keeps, what was received included.",
     )
     crossing = [
         FigureColumn("in front of stage", lambda cut: str(cut[0]), right=False),

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from fxpar.cost.communication import symbol_sizes, value_bytes
 from fxpar.cost.flops import matmul_flops
 from fxpar.cost.seconds import StepTimes, access_seconds, materialised
+from fxpar.cost.stage_cut_points import in_flight
 from fxpar.cost.work import Volume
 from fxpar.errors import ScheduleError
 from fxpar.ir.grad_flow import weights_of
@@ -234,7 +235,7 @@ def _of_stages(known: Verdict, stages: Sequence[CountedStep], optimizer: float, 
     computed = sum(length for step in stages for _, length in step.times.products.values())
     once = sum(step.once for step in stages)
     # The clock stands still for nothing: what passes besides products is waited for.
-    waits = once + count * (sum(sum(step.times.of_microbatch) for step in stages) - computed)
+    waits = once + count * max(0.0, sum(sum(step.times.of_microbatch) for step in stages) - computed)
     stored = count * sum(step.stored for step in stages)
     total = seconds + once + optimizer
     idle = total - count * computed - waits - stored - optimizer
@@ -248,6 +249,35 @@ def _of_stages(known: Verdict, stages: Sequence[CountedStep], optimizer: float, 
         idle=idle if idle > 1e-6 * total else 0.0,
         unhidden=sum(_unhidden(step, count) for step in stages),
     )
+
+
+def stages_in_flight(plan: Plan, run_pipeline: RunPipeline | None) -> dict[int, tuple[int, int]]:
+    """Returns of each stage its rank of the pipeline, and microbatches that it keeps where that rank keeps most.
+
+    Args:
+        run_pipeline: runs the plan's schedule; without it figures are those of (interleaved) 1F1B.
+
+    Raises:
+        ScheduleError: the schedule does not run.
+    """
+    if run_pipeline is None:
+        ranks = [stage % plan.pp for stage in range(plan.pipeline_stages)]
+        flights = [in_flight(plan.pp, plan.virtual_stages, rank) for rank in ranks]
+        return {stage: (rank, flights[stage][stage // plan.pp]) for stage, rank in enumerate(ranks)}
+    # With one, `train_step` takes lists of any number.
+    count = plan.microbatches if plan.microbatches > 1 else 2 * plan.pipeline_stages
+    run = run_pipeline(plan.replace(microbatches=count), [(1.0, 2.0)] * plan.pipeline_stages)
+    places: dict[int, tuple[int, int]] = {}
+    for rank, actions in enumerate(run.ranks):
+        now = dict.fromkeys((action.stage for action in actions), 0)
+        most = dict(now)
+        for action in actions:
+            # What the input part of a backward leaves, the weight part reads.
+            now[action.stage] += {"F": 1, "I": 0}.get(action.phase, -1)
+            if sum(now.values()) > sum(most.values()):
+                most = dict(now)
+        places |= {stage: (rank, flying) for stage, flying in most.items()}
+    return places
 
 
 def _unhidden(step: CountedStep, count: int) -> float:

@@ -9,6 +9,8 @@ import pytest
 from fxpar.cost import Report
 from fxpar.cost.html import as_html
 from fxpar.cost.stage_cut_points import in_flight
+from fxpar.cost.verdict import stages_in_flight
+from fxpar.pipeline.compiler.partition import run_pipeline
 from fxpar.plan.plan import Plan
 from tests.cost.test_report import report_of
 
@@ -20,6 +22,28 @@ from tests.cost.test_report import report_of
 def test_microbatches_in_flight_are_those_of_the_schedule(ranks: int, virtual: int, peaks: tuple[int, ...]) -> None:
     """SPEC section 3: warmup + 1."""
     assert tuple(sum(in_flight(ranks, virtual, rank)) for rank in range(ranks)) == peaks
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "expected"),
+    [
+        ("1f1b", 1, {0: (0, 2), 1: (1, 1)}),
+        ("gpipe", 1, {0: (0, 8), 1: (1, 8)}),
+        ("zb_h1", 1, {0: (0, 2), 1: (1, 2)}),
+        ("interleaved_1f1b", 2, {0: (0, 3), 2: (0, 2), 1: (1, 2), 3: (1, 1)}),
+    ],
+)
+def test_what_stages_keep_follows_from_the_schedule(
+    schedule: str, virtual: int, expected: dict[int, tuple[int, int]]
+) -> None:
+    plan = Plan(pp=2, virtual_stages=virtual, microbatches=8, schedule=schedule)
+    assert stages_in_flight(plan, run_pipeline) == expected
+
+
+def test_stages_are_where_the_schedule_has_them() -> None:
+    """A V: the rank of the first stage has the last one."""
+    places = stages_in_flight(Plan(pp=2, virtual_stages=2, microbatches=4, schedule="zbv"), run_pipeline)
+    assert {stage: rank for stage, (rank, _) in places.items()} == {0: 0, 1: 1, 2: 1, 3: 0}
 
 
 def test_the_first_stages_of_a_rank_are_in_flight_most() -> None:
