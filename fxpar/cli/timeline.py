@@ -193,6 +193,8 @@ def read_trace(path: Path) -> list[Event]:
     events = document.get("traceEvents") if isinstance(document, dict) else None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise InputError("has no list of traceEvents", where=str(path), remedy=remedy)
+    if not all(isinstance(event.get("ts", 0), int | float) for event in events):
+        raise InputError("has an event whose time is no number", where=str(path), remedy=remedy)
     return events
 
 

@@ -297,7 +297,8 @@ def fit_text(verdict: Verdict) -> str:
     machine, peak = verdict.machine, amount(verdict.peak)
     if machine.memory is None:
         return f"rank {verdict.rank} needs {peak}; the memory of the {machine.name} is not known"
-    has = f"the {amount(machine.memory)} of the {machine.name}"
+    # Another size than the GPU's is the user's word.
+    has = f"the {amount(machine.memory)} of the {machine.name}" if machine == _H200 else amount(machine.memory)
     if verdict.fits:
         return f"fits: rank {verdict.rank} needs {peak} of {has}, {amount(machine.memory - verdict.peak)} are left"
     return f"does not fit: rank {verdict.rank} needs {peak}, {amount(verdict.peak - machine.memory)} more than {has}"

@@ -126,6 +126,7 @@ def test_a_measured_step_stands_next_to_it(tmp_path: Path) -> None:
         ("{", "is no JSON"),
         ("[]", "has no list of traceEvents"),
         ('{"traceEvents": [3]}', "has no list of traceEvents"),
+        ('{"traceEvents": [{"ts": "a"}]}', "has an event whose time is no number"),
     ],
 )
 def test_what_is_no_trace_is_refused(text: str | None, message: str, tmp_path: Path) -> None:
