@@ -218,11 +218,6 @@ class Unwrappable(nn.Module):
         "would move and wrap a module that its ranks already share",
         "leave the model out; in place of transformers' Trainer take fxpar.Trainer, with the author's model",
     )
-    _hf_hook = _attribute(
-        "accelerate's save_model",
-        "would write one rank's parts, as its hooks would move them",
-        "call save_checkpoint(folder) or save_training(folder, …) on all ranks",
-    )
     _initialize_hook = _attribute(
         "torch.compile", "the module's programs are compiled by itself", "pass fxpar.Plan(compile=True)"
     )
@@ -246,6 +241,13 @@ class Unwrappable(nn.Module):
 
 class Root(Unwrappable):
     """The model itself; its modules are of the class `Submodule`."""
+
+    # Not of its modules: peft reads it there to merge, which has an error of its own.
+    _hf_hook = _attribute(
+        "accelerate's save_model",
+        "would write one rank's parts, as its hooks would move them",
+        "call save_checkpoint(folder) or save_training(folder, …) on all ranks",
+    )
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuses: generation needs caches."""

@@ -276,6 +276,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
             tmp_path, fxpar.Plan(microbatches=2), gradient_accumulation_steps=1
         ).train(),
         "loss_reduction: ": lambda: jobs.trainer(tmp_path, fxpar.Plan(loss_reduction="token")),
+        "accelerate's save_model: .*save_checkpoint": lambda: split.accelerator.save_model(split.model, str(tmp_path)),
         "accelerate's prepare: .*fxpar.Trainer": lambda: transformers.Trainer(
             split.model, jobs.arguments(tmp_path, 2, eval_strategy="no"), train_dataset=jobs.Texts()
         ).train(),
