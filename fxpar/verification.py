@@ -246,7 +246,7 @@ def bisect(
 def first_fault(
     right: Program, wrong: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
 ) -> DeviatingNode | None:
-    """Returns the first node that deviates in a program; None where none is found, or stages are cut already.
+    """Returns the first node that deviates in a program; None if all agree, or stages are cut already.
 
     Args:
         right: the program before the pass at fault.

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import inspect
 import io
-import itertools
 import re
 import tempfile
 import typing
@@ -150,10 +149,7 @@ def _entry(text: str) -> str:
             parts[-1] += f" {sentence}"
         else:
             parts.append(sentence)
-    joined = parts[0]
-    for before, part in itertools.pairwise(parts):
-        joined += ("\n" if before.startswith("- ") and part.startswith("- ") else "\n\n") + part
-    return joined
+    return "\n\n".join(parts)
 
 
 # ---------------------------------------------------------------------- commands

@@ -182,7 +182,7 @@ class Alarm:
         elif store is None:
             self.tell(None, self._where, "the store is gone, and so the process that kept it, most often rank 0")
         elif self._roll is None:
-            # A closed connection does not say whose it was, and a rank may close one on purpose: all ranks are asked.
+            # A closed connection does not say whose it was, and a rank may close one on purpose: all ranks are called.
             is_gone = bool(self._sockets) and not self._sockets <= _connections()
             if is_gone or self._is_late(call[1], now):
                 self._roll = store.add(self._rolls, 1), now, not is_gone
@@ -196,7 +196,7 @@ class Alarm:
                 self.tell(store, self._where, f"{ranks} gave no sign{' ' if is_late else ''}{reason}")
 
     def _is_late(self, since: float, now: float) -> bool:
-        """Returns whether others should be asked because a call, or the work that it left, lasts too long."""
+        """Returns whether to call the roll because a call, or the work that it left, lasts too long."""
         is_late = now - since > self.limit + _GRACE and now - self._late_roll > self.limit
         if is_late and (self.call is not None or self._is_pending):
             self._late_roll = now

@@ -138,7 +138,7 @@ class Inputs:
         return _digest(calls.batch_facts(rows, values=True))
 
     def _warn_of_equal_rows(self, is_equal: bool) -> None:
-        """Warns on rank 0 when all data ranks have brought the same rows in each of the first calls."""
+        """Warns on rank 0 when all data ranks pass the same rows in each of the first calls."""
         self._looks = self._looks - 1 if is_equal else 0
         if is_equal and not self._looks and self._world.rank == 0:
             warnings.warn(
