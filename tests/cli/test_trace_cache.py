@@ -146,6 +146,16 @@ def test_an_entry_of_another_hand_is_none(tmp_path: Path, body: str) -> None:
     assert find_trace(tmp_path, "key") is None
 
 
+def test_an_entry_that_says_something_else_since_is_none(tmp_path: Path) -> None:
+    """It is sound by itself: only the digest tells."""
+    store_trace(tmp_path, "key", parse_program(fxpar("trace", TINY).out), "export")
+    path = tmp_path / "key.trace"
+    changed = path.read_bytes().replace(b'"how": "export"', b'"how": "other"')
+    assert changed != path.read_bytes()
+    path.write_bytes(changed)
+    assert find_trace(tmp_path, "key") is None
+
+
 def test_no_cache_reads_and_leaves_nothing(folder: Path, traced: list[int]) -> None:
     call("--no-cache")
     assert entries(folder) == []
